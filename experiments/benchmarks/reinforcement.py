@@ -77,6 +77,8 @@ def learn(env: str, environments: int, *, micro_batches: int = 1) -> float:
         eval_every=100_000 * per_round,
         eval_episodes=1,
         stop_at_goal=False,
+        optimizer="adamw",  # without clipping, like the hand-written loop; the presets clip
+        clip_norm=0.0,
         verbose=0,
     )
     trainer.fit(hooks=[tfpar.Hook(4 * per_round, mark)])

@@ -299,7 +299,10 @@ def test_fine_tuning_of_a_model_by_name_and_what_is_refused(tmp_path):
     for flags, said in [
         (["--preset=nowhere"], "error: --preset=nowhere is neither a .keras file nor a directory"),
         (["--trainable=("], "error: --trainable='(' is not a regular expression"),
-        (["--model=mlp", "--trainable=decoder"], "--trainable='decoder' matches no weight. Paths are such as"),
+        (
+            ["--model=mlp", "--trainable=decoder"],
+            "--trainable='decoder' matches no weight that can learn. Paths are such as",
+        ),
     ]:
         result = script("finetune", *flags)
         assert result.returncode == 2, result.stdout + result.stderr

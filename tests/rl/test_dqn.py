@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
-from tfpar.config import ConfigError, ReinforcementConfig
-from tfpar.rl import environments
+from tfpar.config import ConfigError, ExperimentConfig, ReinforcementConfig
+from tfpar.rl import environments, ppo, rollout
 from tfpar.rl.dqn import DQN
+from tfpar.rl.options import check_replay, with_options
 from tfpar.rl.policy import build_q_network
+from tfpar.rl.ppo import PPO
+from tfpar.rl.step import MEMORY, AgentMemory
 
 import keras
 import numpy as np
@@ -143,7 +147,9 @@ def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
 
     step = tf.constant(6, tf.int64)
     batch = algorithm.batch(memory, step, 0)
-    noted = algorithm.priorities(params, [], memory, batch, step, 0).numpy()
+    assert algorithm.noted_fields == ("priority",)
+    [priority] = algorithm.noted(params, [], memory, batch, step, 0)
+    noted = priority.numpy()
     first, weight = algorithm._drawn(memory, step, 0)
     np.testing.assert_array_equal(batch[2].numpy().ravel(), weight.numpy().ravel())
     values = algorithm.model(batch[0][0])
@@ -178,10 +184,117 @@ def test_two_replicas_learn_what_one_does(tmp_path, priority):
     assert loaded(np.zeros([3, 4], np.float32)).shape == (3, 2)
 
 
+def test_bytes_stay_bytes_and_give_the_same_batches(gathered):
+    """An environment of bytes, and one that differs from it in the dtype of what is kept."""
+    algorithm, params, _ = gathered
+    random = np.random.default_rng(0)
+    shape, batches = [8, 4, 10, 5, 1], []
+    observation, following = (random.integers(0, 256, shape).astype(np.uint8) for _ in range(2))
+    numbers = {name: random.integers(0, 2, [8, 4]).astype(np.float32) for name in rollout.Step._fields}
+    for kind in ("uint8", "float32"):
+        environment = environments.HostEnvironment(
+            "gym:Bytes", (10, 5, 1), environments.Discrete(3), None, 1.0, None, None, None, kind
+        )
+        own = dataclasses.replace(algorithm, environment=environment)
+        taken = {"observation": observation.astype(kind), "following": following.astype(kind)}
+        taken = rollout.Step(**numbers | taken | {"action": numbers["log_prob"].astype(np.int32)})
+        memory = own.remember(params, [], own.initial_memory(0), tf.nest.map_structure(tf.constant, taken), 0)
+        assert memory.replay.observation.dtype == memory.replay.following.dtype == kind
+        batches.append(tf.nest.flatten(own.batch(memory, tf.constant(0, tf.int64), 0)))
+    for one, two in zip(*batches, strict=True):
+        assert one.dtype == two.dtype
+        np.testing.assert_array_equal(one, two)
+
+
+def test_the_memory_says_its_dtypes_without_tensors():
+    memory = AgentMemory(
+        DQN(build_q_network((4,), environments.Discrete(2)), environments.find("CartPole-v1"), OPTIONS, 3, 40),
+        tf.distribute.get_strategy(),
+        first=0,
+    )
+    saved = {name: array.astype(np.float32) for name, array in memory.export().items()}
+    assert memory.restore(saved)  # numbers in another dtype, as pixels before they stayed bytes
+    assert not any(map(tf.is_tensor, tf.nest.flatten(memory.structure)))
+    assert memory.structure.replay.observation == tf.TensorSpec([24, 4, 4], tf.float32)
+
+
+def test_a_replay_that_does_not_fit_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"--replay_size=1000000000000: the replay of CartPole-v1 takes 44,703 GiB on the device"
+    ):
+        rl.ReinforcementTrainer("CartPole-v1", algorithm="dqn", replay_size=10**12, strategy="one_device")
+    environment = environments.find("CartPole-v1")
+    options = dataclasses.replace(OPTIONS, replay_size=3200, replay_priority=0.5)
+    own = DQN(build_q_network((4,), environments.Discrete(2)), environment, options, 3, 40, replicas=2).initial_memory(
+        0
+    )
+    size = sum(part.numpy().nbytes for part in [*own.replay, own.priority])
+    check_replay(options, environment, 2, 2 * size)
+    check_replay(options, environment, 2, 0)  # unknown
+    with pytest.raises(ConfigError, match=r"at most --replay_size=3168, or use more replicas"):
+        check_replay(options, environment, 2, 2 * size - 1)
+    check_replay(dataclasses.replace(options, replay_size=3168), environment, 2, 2 * size - 1)
+    with pytest.raises(ConfigError, match=r"Give fewer --environments"):
+        check_replay(options, environment, 2, 100)
+
+
+class Counting(PPO):
+    """Counts the batches in a field of the memory."""
+
+    noted_fields = ("batches",)
+
+    def initial_memory(self, replica):
+        return Counted(*super().initial_memory(replica), tf.zeros([]))
+
+    def gather(self, params, state, memory, step, replica):
+        state, made = super().gather(params, state, ppo.Memory(*memory[:2]), step, replica)
+        return state, Counted(*made, memory.batches)
+
+    def noted(self, params, state, memory, batch, step, replica):
+        return [memory.batches + batch[2].shape[0]]
+
+
+class Counted(NamedTuple):
+    vector: tuple
+    experience: tuple
+    batches: tf.Tensor
+
+
+def test_another_algorithm_may_note_what_a_batch_changes(monkeypatch):
+    monkeypatch.setattr("tfpar.rl.trainer.PPO", Counting)
+    trainer, _ = trained(steps=8)
+    assert trainer.memory.export()[f"{MEMORY}/{len(trainer.memory.export()) - 1}"].tolist() == [8.0]
+
+
 def test_a2c_learns_from_a_rollout_once():
     _, summary = trained(algorithm="a2c", minibatches=1, rollout_epochs=1, steps=4)
     assert summary["steps"] == 4
     assert summary.history["kl"][-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"algorithm": "dqn", "clip_ratio": 0.5, "gae_lambda": 0.1},
+            r"--algorithm=dqn does not use --gae_lambda=0.1 \(of ppo, a2c\), --clip_ratio=0.5 \(of ppo\)\. Leave",
+        ),
+        ({"replay_priority": 0.0}, r"--algorithm=ppo does not use --replay_priority=0.0 \(of dqn\)"),  # the default
+        ({"algorithm": "a2c", "clip_ratio": 0.2}, r"--algorithm=a2c does not use --clip_ratio=0.2"),
+        ({"algorithm": "dqn", "normalize_observations": False}, r"not use --normalize_observations=False"),
+    ],
+)
+def test_options_of_another_algorithm_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+    algorithm = {"algorithm": "ppo", "rollout_epochs": 1, "minibatches": 1} | options
+    whole = ExperimentConfig.from_flat_dict({name: algorithm.pop(name) for name in list(algorithm)[:3]})
+    with pytest.raises(ConfigError, match=said):
+        with_options(whole, algorithm)
+
+
+def test_presets_of_an_environment_are_no_given_options():
+    assert with_options(None, {"env": "Acrobot-v1", "algorithm": "dqn"}).reinforcement.entropy_coef == 0.01
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tfpar import rl
-from tfpar.config.sections.reinforcement_presets import preset
 from tfpar.rl.playing.episodes import play
 
 import keras
@@ -14,8 +13,8 @@ pytestmark = pytest.mark.proof
 
 def mean_return(env: str, seed: int, algorithm: str = "ppo", **options) -> float:
     keras.utils.clear_session()
-    given = {"env": env, "algorithm": algorithm, "seed": seed, "verbose": 0, "strategy": "one_device"}
-    trainer = rl.ReinforcementTrainer(**(preset(env, algorithm) | given | options))
+    given = {"algorithm": algorithm, "seed": seed, "verbose": 0, "strategy": "one_device"}
+    trainer = rl.ReinforcementTrainer(env, **(given | options))
     trainer.fit()
     return float(play(trainer.model, env, episodes=100, seed=1000).returns.mean())
 

@@ -6,13 +6,18 @@ import json
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
+from tfpar.commands import train_reinforcement
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config import flags as config_flags
+from tfpar.config.sections.reinforcement_presets import preset
+from tfpar.rl.options import with_options
 from tfpar.rl.playing import episodes, evaluation
 
 import gymnasium
 import keras
 import numpy as np
 import pytest
+from absl import flags
 
 
 def test_what_a_run_leaves_behind(plain):
@@ -117,6 +122,21 @@ def test_continuous_actions_micro_batches_and_xla(tmp_path):
     assert np.any(np.asarray(deviations) != 0.0)  # it is learned
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_mixed_precision_scales_observations_in_float32(env, tmp_path):
+    trainer, result = trained(env=env, precision="mixed_bfloat16", steps=8, workdir=str(tmp_path))
+    assert np.isfinite(result["train_loss"])
+    layer = trainer.model.get_layer("observation_normalization")
+    assert {weight.dtype for weight in layer.weights} == {"float32"}
+    layer.mean.assign(np.full(layer.mean.shape, 100.0))
+    scaled = layer(np.full([1, *layer.mean.shape], 100.1, np.float32))
+    assert scaled.dtype == "bfloat16"
+    deviations = 0.1 / np.sqrt(layer.variance)  # 100.1 is 100 in bfloat16
+    np.testing.assert_allclose(np.asarray(scaled, np.float32)[0], np.minimum(deviations, 10.0), rtol=0.01)
+    saved = keras.saving.load_model(tmp_path / "model.keras")
+    assert saved.get_layer("observation_normalization").compute_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -135,6 +155,51 @@ def test_continuous_actions_micro_batches_and_xla(tmp_path):
 def test_what_cannot_work_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+def test_adapters_are_in_the_policy_too():
+    trainer = rl.ReinforcementTrainer(**(SMALL | {"steps": 20, "lora": "2"}))
+    adapted = {layer.name for layer in trainer.model.layers if getattr(layer, "lora_enabled", False)}
+    assert adapted == {"policy_hidden_0", "logits", "critic_hidden_0", "value"}
+
+
+def options_of(*argv: str) -> dict:
+    """The configuration that the command makes of a command line."""
+    values = flags.FlagValues()
+    config_flags.define(sections=train_reinforcement._SECTIONS, flag_values=values)
+    values(["train", *argv])
+    return train_reinforcement.configured(values).as_flat_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "a2c", "env_steps": 1024},
+        {"algorithm": "dqn", "steps": 20, "schedule": "cosine"},
+        {"env": "Pendulum-v1", "gae_lambda": 0.5},
+        {"optimizer": "sgd"},
+    ],
+)
+def test_presets_are_those_of_the_command_line(options):
+    flat = with_options(None, options).as_flat_dict()
+    assert flat == options_of(*(f"--{name}={value}" for name, value in options.items()))
+    assert flat.items() >= options.items()
+    assert flat["clip_norm"] == preset("CartPole-v1", flat["algorithm"])["clip_norm"]
+    assert (flat["env_steps"] > 0) == ("steps" not in options)
+    assert flat["optimizer_args"] == ("" if "optimizer" in options else "epsilon=1e-5")
+
+
+def test_the_command_refuses_options_of_another_algorithm():
+    with pytest.raises(ConfigError, match=r"--algorithm=ppo does not use --n_step=3 \(of dqn\), --target_every=9"):
+        options_of("--n_step=3", "--target_every=9")
+
+
+def test_presets_leave_what_a_configuration_says():
+    config = ExperimentConfig.from_flat_dict({"learning_rate": 0.5, "steps": 10})
+    flat = with_options(config, {"algorithm": "a2c"}).as_flat_dict()
+    assert (flat["learning_rate"], flat["env_steps"], flat["rollout_epochs"]) == (0.5, 0, 1)
+    whole = ExperimentConfig.from_flat_dict({"rollout_epochs": 2, "steps": 10})
+    assert with_options(whole, {"seed": 7}).as_flat_dict() == whole.as_flat_dict() | {"seed": 7}
 
 
 def test_options_of_a_program_are_no_options_of_others():

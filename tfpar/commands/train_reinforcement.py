@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tfpar
-from tfpar.config import SECTIONS, flags
-from tfpar.config.sections.reinforcement_presets import preset
+from tfpar.config import SECTIONS, ExperimentConfig, flags
+from tfpar.config.sections.reinforcement_presets import suited
+
+from absl import flags as absl_flags
 
 # There is no data set, and the model is a policy.
 _SECTIONS = ("reinforcement", *(section for section in SECTIONS if section not in ("model", "input")))
@@ -31,14 +33,18 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
     flags.run(main, argv, program=program)
 
 
-def suited(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What suits environment and algorithm where nothing was given; the length of a run is one of two options."""
-    values = preset(options["env"], options["algorithm"])
-    if flags.is_given("steps"):
-        values.pop("env_steps", None)
-    return values
+def configured(values: absl_flags.FlagValues = absl_flags.FLAGS) -> ExperimentConfig:
+    """Returns the configuration of the parsed flags; options that were not given suit environment and algorithm.
+
+    Raises:
+      ConfigError: A value out of range, or values that contradict each other.
+    """
+
+    def preset(options: Mapping[str, Any]) -> dict[str, Any]:
+        return suited(options, {name for name in options if flags.is_given(name, values)})
+
+    return flags.experiment_config(values, preset=preset)
 
 
 def main(_: list[str]) -> None:
-    config = flags.experiment_config(preset=suited)
-    tfpar.rl.ReinforcementTrainer(config=config).fit()
+    tfpar.rl.ReinforcementTrainer(config=configured()).fit()

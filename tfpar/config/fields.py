@@ -80,6 +80,7 @@ def option(
     numeral: bool = False,
     may_change_on_resume: bool = False,
     per_host: bool = False,
+    used_by: Iterable[str] = (),
 ) -> Any:
     """A dataclass field that can become a flag.
 
@@ -96,6 +97,7 @@ def option(
         such a resume is refused.
       per_host: Whether the workers of a run may have different values, because the option belongs to a machine or to
         the chief alone. False: workers with different values are refused.
+      used_by: The values of `--algorithm` that use the option; empty if all do.
     """
     metadata = {
         "help": help,
@@ -106,6 +108,7 @@ def option(
         "numeral": numeral,
         "may_change_on_resume": may_change_on_resume,
         "per_host": per_host,
+        "used_by": tuple(used_by),
     }
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -30,6 +30,7 @@ from tfpar.config import ConfigError
 from tfpar.doctor.checks import FAIL, OK, WARN, Check, check_tensorflow
 from tfpar.doctor.probe import Probe
 from tfpar.process.activity import activity
+from tfpar.process.memory import main_memory
 
 _SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -83,16 +84,10 @@ def describe_machine() -> str:
 
 def check_memory() -> Check:
     """Main memory, within the limit of the container if there is one."""
-    try:
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-        total, free = sizes["MemTotal"], sizes["MemAvailable"]
-    except (OSError, KeyError, ValueError):
+    memory = main_memory()
+    if memory is None:
         return Check("memory", OK, "unknown on this system")
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-        total = min(total, limit)
+    free, total = memory
     detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB available"
     if free < 2 * 2**30:
         return Check(

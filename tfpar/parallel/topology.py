@@ -74,6 +74,12 @@ class Topology:
         return self.replica_workers > 1 or (self.shards_weights and self.workers > 1)
 
     @property
+    def workers_here(self) -> int:
+        """Number of workers on this machine, as far as their addresses tell; at least 1."""
+        addresses, own = (self.cluster.worker_addresses, self.cluster.address) if self.cluster else ((), "")
+        return max(1, sum(address.rpartition(":")[0] == own.rpartition(":")[0] for address in addresses))
+
+    @property
     def data_workers(self) -> int:
         """Number of workers, or of groups of workers, that train on different examples."""
         return self.workers // self.replica_workers

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tfpar.rl.environments import Continuous, Discrete, Environment, Transition
+    from tfpar.rl.options import complete
     from tfpar.rl.policy import build_policy
-    from tfpar.rl.trainer import ReinforcementTrainer, complete
+    from tfpar.rl.trainer import ReinforcementTrainer
 
 _HOMES = {
     "Continuous": "tfpar.rl.environments",
@@ -20,7 +21,7 @@ _HOMES = {
     "ReinforcementTrainer": "tfpar.rl.trainer",
     "Transition": "tfpar.rl.environments",
     "build_policy": "tfpar.rl.policy",
-    "complete": "tfpar.rl.trainer",
+    "complete": "tfpar.rl.options",
 }
 
 __all__ = [

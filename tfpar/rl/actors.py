@@ -151,6 +151,7 @@ class Actor:
     def _chosen(
         self, params: Tensors, state: Tensors, observation: tf.Tensor, when: tf.Tensor, step: tf.Tensor, index: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
+        observation = tf.cast(observation, tf.float32)
         choice = self._algorithm.choose(params, state, observation, index=index, time=when, step=step)
         return choice.action, choice.log_prob
 
@@ -161,7 +162,7 @@ class _Rollout:
     def __init__(self, environment: HostEnvironment, envs: Any, seeds: list[int]) -> None:
         self._environment, self._envs = environment, envs
         observation, _ = envs.reset(seed=seeds)
-        self._observation = np.asarray(observation, np.float32)
+        self._observation = np.asarray(observation, environment.observation_dtype)
         self._returns, self._lengths = np.zeros(len(seeds)), np.zeros(len(seeds))
 
     def make(self, options: Any, choose: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]) -> Step:
@@ -172,7 +173,7 @@ class _Rollout:
             record.observation[place] = self._observation
             action, log_prob = choose(self._observation, place)
             observation, reward, terminated, truncated, info = self._envs.step(self._environment.to_host(action))
-            observation, done = np.asarray(observation, np.float32), terminated | truncated
+            observation, done = np.asarray(observation, self._observation.dtype), terminated | truncated
             following = observation
             if done.any():
                 following = observation.copy()
@@ -278,7 +279,7 @@ def record_specs(environment: HostEnvironment, steps: int, count: int) -> list[t
     """Returns the shapes and dtypes of a `Step` for `count` environments, with a leading dim of `steps`."""
     rows, action = [steps, count], environment.actions.spec
     others = {
-        "observation": tf.TensorSpec([*rows, *environment.observation_shape], tf.float32),
+        "observation": tf.TensorSpec([*rows, *environment.observation_shape], environment.observation_dtype),
         "action": tf.TensorSpec([*rows, *action.shape], action.dtype),
     }
     others["following"] = others["observation"]

@@ -89,7 +89,31 @@ class Algorithm(Protocol):
         """
 
     def remember(self, params: Tensors, state: Tensors, memory: Any, taken: Step, step: tf.Tensor) -> Any:
-        """Returns the memory with the results of `rollout_steps` steps of all environments of a replica added."""
+        """Returns the memory with the results of `rollout_steps` steps of all environments of a replica added.
+
+        The observations have the environment's `observation_dtype`.
+        """
+
+    @property
+    def noted_fields(self) -> Sequence[str]:
+        """Names of fields of the memory, each a single tensor, that change once a batch has been drawn; may be empty.
+
+        An example are priorities of transitions, which follow their errors.
+        """
+
+    def noted(
+        self, params: Tensors, state: Tensors, memory: Any, batch: Batch, step: tf.Tensor, replica: tf.Tensor
+    ) -> Tensors:
+        """Returns the new values of `noted_fields`, under the weights before the step; not called if there are none.
+
+        Args:
+          params: Values of the model's trainable variables.
+          state: Values of its non-trainable variables.
+          memory: The memory from which the batch was drawn.
+          batch: The batch of this step and replica.
+          step: The number of the step.
+          replica: The index of the replica.
+        """
 
     def batch(self, memory: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         """Returns the batch of a step on a replica: `(x, y, weight)` with a leading micro-batch dim.

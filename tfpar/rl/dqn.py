@@ -37,10 +37,10 @@ class Replay(NamedTuple):
     """Transitions `[L, n]`; time step t is in slot t % L.
 
     Attributes:
-      observation: Float32 `[L, n, ...]`.
+      observation: `[L, n, ...]` in the environment's `observation_dtype`.
       action: Int32.
       reward: Float32, scaled.
-      following: Float32 `[L, n, ...]`: the observation after the action, before any new episode.
+      following: Like `observation`: the observation after the action, before any new episode.
       terminated: Float32: 1 where the episode terminated.
       ended: Float32: 1 where the episode ended or was cut off.
     """
@@ -51,6 +51,32 @@ class Replay(NamedTuple):
     following: tf.Tensor
     terminated: tf.Tensor
     ended: tf.Tensor
+
+
+def replay_specs(options: ReinforcementConfig, environment: AnyEnvironment, environments: int) -> Replay:
+    """Returns the shapes and dtypes of the replay of a number of environments.
+
+    L is a multiple of T, so that the time steps of a rollout never wrap around.
+    """
+    slots = options.replay_size // options.transitions_per_rollout * options.rollout_steps
+    shape = [slots, environments]
+    observed = tf.TensorSpec([*shape, *environment.observation_shape], environment.observation_dtype)
+    number = tf.TensorSpec(shape, tf.float32)
+    return Replay(
+        observation=observed,
+        action=tf.TensorSpec(shape, tf.int32),
+        reward=number,
+        following=observed,
+        terminated=number,
+        ended=number,
+    )
+
+
+def bytes_of_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int) -> int:
+    """Returns the bytes of the replay of one of several replicas, with the priorities if there are any."""
+    specs = replay_specs(options, environment, options.environments // replicas)
+    parts = [*specs, specs.reward] if options.replay_priority else [*specs]
+    return sum(spec.shape.num_elements() * spec.dtype.size for spec in parts)
 
 
 class Memory(NamedTuple):
@@ -135,27 +161,19 @@ class DQN:
 
     @property
     def _slots(self) -> int:
-        """L, a multiple of T, so that the time steps of a rollout never wrap around."""
-        steps = self.options.rollout_steps
-        return self.options.replay_size // (self.options.environments * steps) * steps
+        """L."""
+        return int(replay_specs(self.options, self.environment, self._own).reward.shape[0])
 
     def _index(self, replica: Any) -> tf.Tensor:
         return replica * self._own + tf.range(self._own)
 
     def initial_memory(self, replica: int) -> Memory:
         """Returns environments at the start of their first episodes, an empty replay, and a target network of zeros."""
-        shape, observation = [self._slots, self._own], self.environment.observation_shape
-        replay = Replay(
-            observation=tf.zeros([*shape, *observation]),
-            action=tf.zeros(shape, tf.int32),
-            reward=tf.zeros(shape),
-            following=tf.zeros([*shape, *observation]),
-            terminated=tf.zeros(shape),
-            ended=tf.zeros(shape),
-        )
+        specs = replay_specs(self.options, self.environment, self._own)
+        replay = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), specs)
         start = vector.first(self.environment, run_seed(self.seed), self._index(replica))
         target = [tf.zeros(variable.shape) for variable in self.model.trainable_variables]
-        priority = tf.zeros(shape) if self.options.replay_priority else ()
+        priority = tf.zeros_like(replay.reward) if self.options.replay_priority else ()
         return Memory(start, replay, tf.constant(0), target, tf.zeros([3]), priority)
 
     def with_episodes_cut_off(self, memory: Memory) -> Memory:
@@ -237,11 +255,15 @@ class DQN:
 
         size = options.replay_batch // options.environments * self._own
         reward, alive, discount = tf.zeros([size]), tf.ones([size]), tf.ones([size])
-        following = of(memory.replay.following, 0)
+
+        def observed(kept: tf.Tensor, later: int) -> tf.Tensor:
+            return tf.cast(of(kept, later), tf.float32)
+
+        following = observed(memory.replay.following, 0)
         for later in range(options.n_step):
             lives = tf.reshape(alive, [-1, *[1] * (following.shape.rank - 1)]) > 0.0
             reward += alive * discount * of(memory.replay.reward, later)
-            following = tf.where(lives, of(memory.replay.following, later), following)
+            following = tf.where(lives, observed(memory.replay.following, later), following)
             goes_on = options.discount * (1.0 - of(memory.replay.terminated, later))
             discount = tf.where(alive > 0.0, discount * goes_on, discount)
             alive *= 1.0 - of(memory.replay.ended, later)
@@ -253,7 +275,7 @@ class DQN:
         rows = [self.accumulate_steps, size // self.accumulate_steps]
         batch: Batch = tf.nest.map_structure(
             lambda part: tf.reshape(part, [*rows, *part.shape[1:]]),
-            (of(memory.replay.observation, 0), parts, tf.reshape(weight, [-1])),
+            (observed(memory.replay.observation, 0), parts, tf.reshape(weight, [-1])),
         )
         return batch
 
@@ -288,28 +310,23 @@ class DQN:
         beta += (1.0 - beta) * tf.minimum(tf.cast(step, tf.float32) / max(self.total_steps, 1), 1.0)
         return memory.written - 1 - tf.gather(age, slot), tf.pow(tf.maximum(odds * begins, 1e-8), -beta)
 
-    def priorities(
-        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
-    ) -> tf.Tensor:
-        """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step.
+    @property
+    def noted_fields(self) -> Sequence[str]:
+        """The priorities, if transitions have any."""
+        return ("priority",) if self.options.replay_priority > 0.0 else ()
 
-        Args:
-          params: Values of the model's trainable variables.
-          state: Values of its non-trainable variables.
-          memory: The memory from which the batch was drawn.
-          batch: The batch of this step and replica.
-          step: The number of the step.
-          replica: The index of the replica.
-        """
+    def noted(
+        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
+    ) -> Tensors:
+        """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step."""
         x, targets, _ = tf.nest.map_structure(lambda part: tf.reshape(part, [-1, *part.shape[2:]]), batch)
         values = call_model(self.model, params, state, x, training=False).outputs
         error = tf.abs(self.objective.errors(params, state, values, targets))
         first, _ = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
         places = tf.reshape(tf.stack([first % self._slots, column], axis=-1), [-1, 2])
-        return tf.tensor_scatter_nd_update(
-            memory.priority, places, tf.pow(error + _LEAST_ERROR, self.options.replay_priority)
-        )
+        powers = tf.pow(error + _LEAST_ERROR, self.options.replay_priority)
+        return [tf.tensor_scatter_nd_update(memory.priority, places, powers)]
 
 
 class DQNObjective:

@@ -18,13 +18,18 @@ _LIMIT = 10.0  # standard deviations
 class ObservationNormalization(keras.layers.Layer):
     """Subtracts the running mean, divides by the running deviation, and clips at 10 deviations.
 
-    Before the first update of the statistics, observations pass through unchanged.
+    Before the first update of the statistics, observations pass through unchanged. Under mixed precision too, the
+    observations are scaled in float32, and only the result has the dtype in which the policy computes.
     """
+
+    def __init__(self, **options: Any) -> None:
+        # Keras 3.15 otherwise casts the inputs to the compute dtype: in bfloat16, 100.1 is 100.
+        super().__init__(**options, autocast=False)
 
     def build(self, input_shape: Any) -> None:
         """Creates the statistics, and the sums for their next update."""
         shape = tuple(input_shape[1:])
-        zeros = {"trainable": False, "dtype": "float32", "initializer": "zeros"}
+        zeros = {"trainable": False, "dtype": "float32", "initializer": "zeros", "autocast": False}
         self.mean = self.add_weight(shape=shape, name="mean", **zeros)
         self.variance = self.add_weight(shape=shape, name="variance", **{**zeros, "initializer": "ones"})
         self.observations = self.add_weight(shape=(), name="observations", **zeros)

@@ -20,7 +20,7 @@ from tfpar.rl.environments import AnyEnvironment, Environment
 from tfpar.rl.normalization import Statistics
 from tfpar.rl.policy import Distribution, value_of
 from tfpar.rl.rollout import Choice, Experience, Step, draw, judge, roll_out, values_of
-from tfpar.rl.sums import MOMENTS, Moments, NamedSums, PolicyTotals
+from tfpar.rl.sums import Moments, NamedSums, PolicyTotals
 from tfpar.rl.vector import Vector
 from tfpar.training.model.call import call_model
 from tfpar.training.objective import Batch, ObjectiveSums, Tensors
@@ -154,7 +154,8 @@ class PPO:
         """Returns the rollout with advantages from the values of `params`, which are newer than the acting weights."""
         del step
         apply = self._apply(params, state)
-        taken = taken._replace(value=values_of(apply, taken.observation))
+        observation, following = (tf.cast(part, tf.float32) for part in (taken.observation, taken.following))
+        taken = taken._replace(observation=observation, following=following, value=values_of(apply, observation))
         judged = judge(apply, taken, discount=self.options.discount, gae_lambda=self.options.gae_lambda)
         return memory._replace(experience=judged)
 
@@ -185,6 +186,18 @@ class PPO:
         share = tf.fill(rows, tf.where(epoch > 0, 0.0, 1.0 / (steps * self._own)))
         targets = Targets(experience._replace(observation=tf.zeros(rows)), share)
         return experience.observation, targets, tf.ones(rows)
+
+    @property
+    def noted_fields(self) -> Sequence[str]:
+        """Empty: a minibatch does not change the rollout."""
+        return ()
+
+    def noted(
+        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
+    ) -> Tensors:
+        """Returns nothing, see `noted_fields`."""
+        del params, state, memory, batch, step, replica
+        return []
 
 
 def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
@@ -281,7 +294,6 @@ _SUMS = (
     *_MEANS,
     *("count", "once", "target", "target_square", "missed", "missed_square", "episodes", "return", "length"),
 )
-assert MOMENTS == 2
 
 
 def _results(sums: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,6 @@ from tfpar.parallel import replica
 from tfpar.precision import LossScale
 from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
-from tfpar.rl.dqn import DQN
 from tfpar.training.objective import Batch, Tensors
 from tfpar.training.step import TrainStep, compiled
 from tfpar.training.step_loop import StepReport
@@ -36,21 +35,22 @@ class AgentMemory:
       first: Index of this process's first replica among those of all workers.
 
     Attributes:
-      structure: The memory of the first replica before the first step.
+      structure: The shapes and dtypes of the memory of a replica, in the structure of `Algorithm.initial_memory`.
     """
 
     def __init__(self, algorithm: Algorithm, strategy: tf.distribute.Strategy, *, first: int) -> None:
         self._strategy = strategy
-        self.structure = algorithm.initial_memory(first)
+        # Traced, not run: a replay is large, and its variables have it.
+        made = tf.function(lambda: algorithm.initial_memory(first), autograph=False).get_concrete_function()
+        self.structure = tf.nest.map_structure(
+            lambda part: tf.TensorSpec(part.shape, part.dtype), made.structured_outputs
+        )
         self._first, self._algorithm = first, algorithm
         self._types = [part.dtype for part in tf.nest.flatten(self.structure)]
         with strategy.scope():
-            self._ready = self._made(tf.zeros([], tf.int64))
-            self._held = [self._made(_storable(part)) for part in tf.nest.flatten(self.structure)]
+            self._ready = _held([], tf.int64)
+            self._held = [_held(part.shape, _stored_dtype(part.dtype)) for part in tf.nest.flatten(self.structure)]
         self.forget()
-
-    def _made(self, value: tf.Tensor) -> _Held:
-        return _Held(tf.Variable(tf.zeros_like(value), trainable=False, **PER_WORKER))
 
     def forget(self) -> None:
         """Resets the memories to those before the first step."""
@@ -123,16 +123,24 @@ class AgentMemory:
             return False
         for array, own in zip(rows, copies, strict=True):
             for copy, value in zip(own, array, strict=True):  # type: ignore[arg-type]
-                copy.assign(value)
+                copy.assign(tf.cast(value, copy.dtype))  # older checkpoints have pixels as float32
         if new_episodes:
             memories = map(self._in_structure, zip(*copies[1:], strict=True))
             self.replace([self._algorithm.with_episodes_cut_off(memory) for memory in memories])
         return True
 
 
+def _held(shape: Sequence[int], dtype: tf.DType) -> _Held:
+    return _Held(tf.Variable(tf.zeros(shape, dtype), trainable=False, **PER_WORKER))
+
+
+def _stored_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns a dtype whose variables can be on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
+    return tf.int64 if dtype == tf.int32 else dtype
+
+
 def _storable(value: tf.Tensor) -> tf.Tensor:
-    """Converts to a dtype whose variables can be on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
-    return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+    return tf.cast(value, _stored_dtype(value.dtype))
 
 
 class ActingStep(TrainStep):
@@ -158,8 +166,7 @@ class ActingStep(TrainStep):
         self._gather = compiled(self._algorithm.gather, self.plan.compiles_gradients)
         self._remember = compiled(self._algorithm.remember, self.plan.compiles_gradients)
         self._batch = compiled(self._algorithm.batch, self.plan.compiles_gradients)
-        if isinstance(self._algorithm, DQN):
-            self._priorities = compiled(self._algorithm.priorities, self.plan.compiles_gradients)
+        self._noted = compiled(self._algorithm.noted, self.plan.compiles_gradients)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """Returns nothing: each replica creates its own batch."""
@@ -192,19 +199,15 @@ class ActingStep(TrainStep):
         with tf.control_dependencies([gathered]):
             remembered = memory.read()
             batch = self._batch(remembered, step, number)
-            return batch, self._note_errors(remembered, batch, step, number) if self._notes_errors else gathered
+            return batch, self._note(remembered, batch, step, number) if self._algorithm.noted_fields else gathered
 
-    @property
-    def _notes_errors(self) -> bool:
-        return isinstance(self._algorithm, DQN) and self._algorithm.options.replay_priority > 0.0
-
-    def _note_errors(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Updates the priorities of transitions from their current errors; returns a tensor to wait for the update."""
-        assert isinstance(self._algorithm, DQN)
+    def _note(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        """Updates the fields of the memory that change with a batch; returns a tensor to wait for the update."""
         model = self.core.model
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-        priority = self._priorities(params, state, memory, batch, step, number)
-        with tf.control_dependencies([self._memory.assign_field("priority", priority)]):
+        values = self._noted(params, state, memory, batch, step, number)
+        noted = zip(self._algorithm.noted_fields, values, strict=True)
+        with tf.control_dependencies([self._memory.assign_field(name, value) for name, value in noted]):
             return tf.identity(step)
 
     def _gathered(self, params: Tensors, state: Tensors, step: tf.Tensor, number: tf.Tensor) -> tuple[Tensors, Any]:

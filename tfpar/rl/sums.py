@@ -13,7 +13,6 @@ from tfpar.training.objective import Tensors, Totals
 
 import tensorflow as tf
 
-MOMENTS = 2  # sum and sum of squares of the advantages
 _EPSILON = 1e-8
 
 
@@ -53,6 +52,9 @@ class Moments(NamedTuple):
         return advantage if scales is None else (advantage - scales[0]) * scales[1]
 
 
+_MOMENTS = len(Moments._fields)
+
+
 def totals_of(names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> Totals:
     """Returns the totals for sums of these names, without moments; the arguments are those of `PolicyTotals.of`."""
 
@@ -76,10 +78,10 @@ class PolicyTotals(Totals):
         """
 
         def named(state: Sequence[Any]) -> dict[str, float]:
-            return results(dict(zip(names, map(float, state[2 * MOMENTS :]), strict=True)))
+            return results(dict(zip(names, map(float, state[2 * _MOMENTS :]), strict=True)))
 
-        variables = [tf.TensorSpec([], tf.float32)] * (2 * MOMENTS + len(names))
-        return cls(variables=variables, terms=MOMENTS, results=named, needs_scales=True)
+        variables = [tf.TensorSpec([], tf.float32)] * (2 * _MOMENTS + len(names))
+        return cls(variables=variables, terms=_MOMENTS, results=named, needs_scales=True)
 
     def scales(self, sums: tf.Tensor) -> tf.Tensor:
         """Returns the mean and the inverse deviation of the advantages, float32 `[2]`.

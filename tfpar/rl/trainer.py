@@ -11,7 +11,7 @@ from typing import Any
 from tfpar import cluster, inputs
 from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
-from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementConfig
+from tfpar.config import ExperimentConfig, ReinforcementConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.process.exit_codes import install_exit_code_hook
@@ -20,6 +20,16 @@ from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.rl.dqn import DQN
 from tfpar.rl.environments import AnyEnvironment, Discrete, Environment, HostEnvironment
+from tfpar.rl.options import (
+    check,
+    check_actions,
+    check_host,
+    check_replay,
+    complete,
+    memory_for_replays,
+    reinforcement_of,
+    with_options,
+)
 from tfpar.rl.playing.evaluation import HostEvaluator, PolicyEvaluator
 from tfpar.rl.playing.film import Film
 from tfpar.rl.policy import build_policy, build_q_network
@@ -40,7 +50,6 @@ import keras
 import tensorflow as tf
 
 _EPOCHS = 50  # intervals per run, over each of which losses are averaged
-_EVALUATIONS = 10  # evaluations per run if --eval_every is not set
 
 
 class ReinforcementTrainer:
@@ -55,9 +64,10 @@ class ReinforcementTrainer:
       env: An `Environment`, or the name of one, with the prefix `gym:` or `envpool:` for Gymnasium or EnvPool; by
         default the configuration's `env`.
       model: A function that builds a policy for an environment; by default `policy.build_policy`.
-      config: The whole configuration; `options` override single fields of it.
+      config: A configuration; `options` override single fields of it.
       runtime: The result of `tfpar.initialize`; by default the trainer starts one.
-      **options: Any option of `tfpar.config` by its flag name, including those of `reinforcement`.
+      **options: Any option of `tfpar.config` by its flag name, including those of `reinforcement`. Others get what
+        suits environment and algorithm, as on the command line, unless `config` has the section `reinforcement`.
 
     Attributes:
       environment: The environment in which the policy acts.
@@ -89,6 +99,7 @@ class ReinforcementTrainer:
         topology = runtime.topology if runtime else choose_topology(config.strategy, cluster.detect())
         check(config, topology)
         check_host(options_of, self.environment, topology)
+        check_replay(options_of, self.environment, topology.replicas, memory_for_replays(topology))
         runtime = runtime or initialize(config, complete=True)
         build = model or functools.partial(default_policy, options=options_of)
         self.algorithm: Algorithm | None = None
@@ -264,48 +275,6 @@ def evaluator_for(program: Program, environment: AnyEnvironment, episodes: int) 
     return PolicyEvaluator(program, environment, episodes=episodes)
 
 
-def check_actions(options: ReinforcementConfig, environment: AnyEnvironment) -> None:
-    """Refuses an algorithm that cannot choose such actions.
-
-    Raises:
-      ConfigError: It cannot; the message says what to do instead.
-    """
-    if options.algorithm == "dqn" and not isinstance(environment.actions, Discrete):
-        raise ConfigError(
-            f"--algorithm=dqn values actions one by one, and {environment.name} has {environment.actions.text}. Use "
-            "--algorithm=ppo."
-        )
-
-
-def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topology: Topology) -> None:
-    """Refuses options that actors on the host do not support, and options of actors if there are none.
-
-    Raises:
-      ConfigError: There is such an option; the message says what to do instead.
-    """
-    if not isinstance(environment, HostEnvironment):
-        if options.actors > 1 or options.env_processes:
-            raise ConfigError(
-                f"--actors={options.actors} and --env_processes={options.env_processes} apply to environments of the "
-                f"host, and {environment.name} runs on the device. Leave them out, or give --env=gym:NAME."
-            )
-        return
-    if options.env_processes and environment.name.startswith(environments.POOL_PREFIX):
-        raise ConfigError(f"--env_processes: EnvPool steps {environment.name} in its own threads. Leave the flag out.")
-    if topology.device_type == "TPU":
-        raise ConfigError(
-            f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments that run "
-            "on the host. Use --strategy=one_device, mirrored or multi_worker, or an environment that runs on the "
-            "device."
-        )
-    own = options.environments // topology.replicas
-    if own % options.actors:
-        raise ConfigError(
-            f"--actors={options.actors} does not divide the {own} environments of a replica "
-            f"(--environments={options.environments}). Choose a divisor."
-        )
-
-
 def default_policy(environment: AnyEnvironment, options: ReinforcementConfig) -> keras.Model:
     """Builds the policy that the options describe."""
     scale = environment.observation_scale if isinstance(environment, HostEnvironment) else 1.0
@@ -314,87 +283,3 @@ def default_policy(environment: AnyEnvironment, options: ReinforcementConfig) ->
         return build_q_network(shape, environment.actions, hidden=hidden, scale=scale)
     normalize = options.normalize_observations
     return build_policy(shape, environment.actions, hidden=hidden, normalize=normalize, scale=scale)
-
-
-def with_options(config: ExperimentConfig | None, options: dict[str, Any]) -> ExperimentConfig:
-    """Returns a configuration of reinforcement learning with some options replaced."""
-    flat = (config or ExperimentConfig()).as_flat_dict()
-    if isinstance(options.get("jit_compile"), bool):
-        options = options | {"jit_compile": str(options["jit_compile"]).lower()}
-    made = ExperimentConfig.from_flat_dict(flat | options)
-    return made if made.reinforcement else dataclasses.replace(made, reinforcement=ReinforcementConfig())
-
-
-def reinforcement_of(config: ExperimentConfig) -> ReinforcementConfig:
-    """Returns the configuration's options of reinforcement learning."""
-    assert config.reinforcement is not None
-    return config.reinforcement
-
-
-def complete(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the configuration with the options that follow from others: steps, batch size and data set.
-
-    Raises:
-      ConfigError: The length of the run is not set, or set twice or in epochs.
-    """
-    options, train = reinforcement_of(config), config.train
-    if train.epochs:
-        raise ConfigError("--epochs: an environment has no epochs. Give --env_steps, or --steps.")
-    steps = train.steps
-    if options.env_steps:
-        if steps and steps != _steps_of(options):
-            raise ConfigError(
-                f"--env_steps={options.env_steps} and --steps={steps} both say how long the run is. Give one of them."
-            )
-        steps = _steps_of(options)
-    if not steps:
-        raise ConfigError("how long is the run? Give --env_steps, steps of all environments together, or --steps.")
-    every = train.eval_every or options.steps_per_rollout * max(1, steps // options.steps_per_rollout // _EVALUATIONS)
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(train, steps=steps, eval_every=every),
-        input=dataclasses.replace(config.input, dataset=CUSTOM, global_batch_size=options.batch_size),
-        model=dataclasses.replace(config.model, model=CUSTOM, model_args=""),
-    )
-
-
-def _steps_of(options: ReinforcementConfig) -> int:
-    """Returns the training steps in a run of `env_steps`, rounded up to whole rollouts."""
-    rollouts = -(-options.env_steps // options.transitions_per_rollout)
-    return rollouts * options.steps_per_rollout
-
-
-def check(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that do not work with reinforcement learning.
-
-    Raises:
-      ConfigError: There is such an option; the message says what to do instead.
-    """
-    options = reinforcement_of(config)
-    if not topology.synchronous:
-        raise ConfigError(
-            "--strategy=parameter_server: its workers run steps in no fixed order, and rollouts need one. Use "
-            "--strategy=one_device, mirrored or multi_worker."
-        )
-    if topology.mesh.devices_of_replica > 1:
-        raise ConfigError(
-            "--mesh: a policy must fit on one device. Leave --mesh out; --devices=N splits the environments."
-        )
-    if config.train.shard != "none":
-        raise ConfigError(f"--shard={config.train.shard} does not work with reinforcement learning. Use --shard=none.")
-    if config.outer.uses_rounds:
-        raise ConfigError(
-            f"--local_steps={config.outer.local_steps} does not work with reinforcement learning, whose workers "
-            "exchange in every step. Leave it, --round_seconds and --outer_optimizer out."
-        )
-    if options.environments % topology.replicas:
-        raise ConfigError(
-            f"--environments={options.environments} is not divisible by the {topology.replicas} replicas, which have "
-            "equal shares. Choose a multiple."
-        )
-    own = options.batch_size // topology.replicas
-    if own % config.train.accumulate_steps:
-        raise ConfigError(
-            f"--accumulate_steps={config.train.accumulate_steps} does not divide the {own} transitions of a step on a "
-            "replica. Choose a divisor, or 1."
-        )

@@ -130,6 +130,38 @@ def test_without_attention_every_dense_layer_has_adapters_and_saving_merges_them
     np.testing.assert_array_equal(saved.predict(x, verbose=0), loaded)
 
 
+def named(*names: str) -> keras.Model:
+    """Dense layers with these names, side by side."""
+    inputs = keras.Input((4,))
+    outputs = [layers.Dense(4, name=name)(inputs) for name in names]
+    return keras.Model(inputs, layers.Concatenate()(outputs))
+
+
+@pytest.mark.parametrize(
+    ("names", "adapted"),
+    [
+        (("policy", "value"), {"policy", "value"}),  # an actor and a critic
+        (("advantage", "state_value"), {"advantage", "state_value"}),
+        (("query", "first_value"), {"query", "first_value"}),
+        (("query", "key", "value"), {"query", "value"}),
+        (("a_query_proj", "a_value_proj", "value", "last"), {"a_query_proj", "a_value_proj"}),
+        (("qkv", "value"), {"qkv"}),
+    ],
+)
+def test_a_query_and_a_value_side_by_side_are_attention(names, adapted):
+    trainer = tfpar.Trainer(named(*names), "adam", "mse", lora="1", strategy="one_device")
+    assert {layer.name for layer in trainer.model.layers if getattr(layer, "lora_enabled", False)} == adapted
+
+
+def test_weights_that_never_learn_are_no_suggestions():
+    norm = layers.BatchNormalization(center=False, scale=False, name="norm")
+    given = keras.Sequential([keras.Input((4,)), norm, layers.Dense(1, name="last")])
+    with pytest.raises(
+        ConfigError, match=r"no weight that can learn\. Paths are such as \S*last/kernel, \S*last/bias\."
+    ):
+        tfpar.Trainer(given, "adam", "mse", trainable="norm", strategy="one_device")
+
+
 def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
     whole = trained(attention(), steps=6, lora="2")
     trained(attention(), steps=6, lora="2", stop_after=3, workdir=str(tmp_path))
@@ -148,7 +180,10 @@ def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"trainable": "decoder"}, r"--trainable='decoder' matches no weight. Paths are such as first/kernel"),
+        (
+            {"trainable": "decoder"},
+            r"--trainable='decoder' matches no weight that can learn. Paths are such as first/kernel",
+        ),
         ({"trainable": "("}, r"--trainable='\(' is not a regular expression"),
         ({"lora": "x"}, r"--lora='x' is not RANK or RANK:REGEX"),
         ({"lora": "0"}, r"--lora='0' is not RANK or RANK:REGEX"),

@@ -11,6 +11,8 @@ from tfpar.config.errors import ConfigError
 from tfpar.config.fields import ConfigBase, option
 
 ALGORITHMS = ("ppo", "a2c", "dqn")
+_OF_POLICIES = ("ppo", "a2c")
+_OF_REPLAY = ("dqn",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,19 +52,31 @@ class ReinforcementConfig(ConfigBase):
     env_steps: int = option(0, "Length of the run: steps of all environments together. 0: --steps decides.", minimum=0)
     discount: float = option(0.99, "Discount of a reward one step later (gamma).", minimum=0.0, maximum=1.0)
     gae_lambda: float = option(
-        0.95, "Decay of generalised advantage estimation (Schulman et al. 2016).", minimum=0.0, maximum=1.0
+        0.95,
+        "Decay of generalised advantage estimation (Schulman et al. 2016).",
+        minimum=0.0,
+        maximum=1.0,
+        used_by=_OF_POLICIES,
     )
     clip_ratio: float = option(
-        0.2, "PPO: how far the probability ratio may leave 1 before its gradient is cut off.", minimum=0.0
+        0.2,
+        "PPO: how far the probability ratio may leave 1 before its gradient is cut off.",
+        minimum=0.0,
+        used_by=("ppo",),
     )
-    value_coef: float = option(0.5, "Weight of the value loss.", minimum=0.0)
-    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0.0)
+    value_coef: float = option(0.5, "Weight of the value loss.", minimum=0.0, used_by=_OF_POLICIES)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0.0, used_by=_OF_POLICIES)
     reward_scale: float = option(
         1.0, "Factor on every reward in training; reported returns are not scaled.", minimum=0.0
     )
-    replay_size: int = option(100_000, "DQN: transitions that are remembered, over all replicas.", minimum=1)
+    replay_size: int = option(
+        100_000, "DQN: transitions that are remembered, over all replicas.", minimum=1, used_by=_OF_REPLAY
+    )
     replay_batch: int = option(
-        512, "DQN: transitions per step, over all replicas; a multiple of --environments.", minimum=1
+        512,
+        "DQN: transitions per step, over all replicas; a multiple of --environments.",
+        minimum=1,
+        used_by=_OF_REPLAY,
     )
     replay_priority: float = option(
         0.0,
@@ -70,26 +84,35 @@ class ReinforcementConfig(ConfigBase):
         "2016, who use 0.6). 0: uniformly.",
         minimum=0.0,
         maximum=1.0,
+        used_by=_OF_REPLAY,
     )
     replay_correction: float = option(
         0.4,
         "DQN: how much of that bias importance weights correct at first (beta); it rises to 1 over the run.",
         minimum=0.0,
         maximum=1.0,
+        used_by=_OF_REPLAY,
     )
-    n_step: int = option(3, "DQN: number of rewards that a target sums before it adds an estimated value.", minimum=1)
+    n_step: int = option(
+        3, "DQN: number of rewards that a target sums before it adds an estimated value.", minimum=1, used_by=_OF_REPLAY
+    )
     target_every: int = option(
-        200, "DQN: steps after which the target network is replaced by the current one.", minimum=1
+        200, "DQN: steps after which the target network is replaced by the current one.", minimum=1, used_by=_OF_REPLAY
     )
     explore_share: float = option(
         0.3,
         "DQN: share of the run over which the share of random actions falls from 1 to --explore_end.",
         minimum=0.0,
         maximum=1.0,
+        used_by=_OF_REPLAY,
     )
-    explore_end: float = option(0.05, "DQN: share of random actions afterwards.", minimum=0.0, maximum=1.0)
+    explore_end: float = option(
+        0.05, "DQN: share of random actions afterwards.", minimum=0.0, maximum=1.0, used_by=_OF_REPLAY
+    )
     normalize_observations: bool = option(
-        True, "Scale observations by their running mean and variance, which become part of model.keras."
+        True,
+        "Scale observations by their running mean and variance, which become part of model.keras.",
+        used_by=_OF_POLICIES,
     )
     hidden: str = option("64,64", "Units of the hidden layers of policy and value network, comma-separated.")
     eval_episodes: int = option(

@@ -6,8 +6,12 @@ nor Keras.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Container, Mapping
 from typing import Any
+
+from tfpar.config.errors import ConfigError
+from tfpar.config.sections.reinforcement import ALGORITHMS, ReinforcementConfig
 
 _COMMON: Mapping[str, Any] = {
     "optimizer": "adam",
@@ -56,3 +60,45 @@ def preset(env: str, algorithm: str = "ppo") -> dict[str, Any]:
       algorithm: That of `--algorithm`.
     """
     return {**_COMMON, **_BY_ENVIRONMENT.get(env.rpartition(":")[2], {}), **_BY_ALGORITHM.get(algorithm, {})}
+
+
+def suited(options: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
+    """Returns what suits environment and algorithm, for options that were not given.
+
+    Args:
+      options: The values of all options, by flag name; `env`, `algorithm` and `optimizer` are used.
+      given: Names of the options that the user gave.
+
+    Raises:
+      ConfigError: One of them is not used by the algorithm.
+    """
+    check_used(options, given)
+    values = preset(options["env"], options["algorithm"])
+    if "steps" in given:  # the length of a run is one of two options
+        values.pop("env_steps", None)
+    if "optimizer" in given and options["optimizer"] != values["optimizer"]:
+        values.pop("optimizer_args", None)  # those of another optimizer
+    return {name: value for name, value in values.items() if name not in given}
+
+
+def check_used(options: Mapping[str, Any], given: Container[str]) -> None:
+    """Refuses options that the user gave and the algorithm does not use.
+
+    Args:
+      options: The values of all options, by flag name.
+      given: Names of the options that the user gave.
+
+    Raises:
+      ConfigError: There is such an option; the message says which algorithms use it.
+    """
+    algorithm = options["algorithm"]
+    unused = [
+        f"--{field.name}={options[field.name]} (of {', '.join(field.metadata['used_by'])})"
+        for field in dataclasses.fields(ReinforcementConfig)
+        if field.name in given and algorithm not in (field.metadata["used_by"] or (algorithm,))
+    ]
+    if unused and algorithm in ALGORITHMS:
+        raise ConfigError(
+            f"--algorithm={algorithm} does not use {', '.join(unused)}. Leave out what it does not use, or choose "
+            "another algorithm."
+        )

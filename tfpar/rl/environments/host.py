@@ -33,6 +33,7 @@ class HostEnvironment:
       make_shown: `() -> gymnasium.vector.VectorEnv` with one environment, which `render()` draws.
       to_host: Converts a policy's actions to those of the environment: int32 `[n]`, or float32 `[n, size]`, clipped to
         the bounds.
+      observation_dtype: The dtype in which observations are kept: `uint8` for pixels, otherwise `float32`.
     """
 
     name: str
@@ -43,6 +44,7 @@ class HostEnvironment:
     make: Callable[[int, bool], Any]
     make_shown: Callable[[], Any]
     to_host: Callable[[np.ndarray], np.ndarray]
+    observation_dtype: str = "float32"
 
 
 def require_gymnasium() -> Any:
@@ -130,6 +132,7 @@ def describe(
         make=make,
         make_shown=make_shown,
         to_host=functools.partial(to_host, action),
+        observation_dtype="uint8" if observed.dtype == np.uint8 else "float32",
     )
 
 

@@ -141,7 +141,7 @@ def make_pool(name: str, count: int, processes: bool = False) -> Pool:
     Args:
       name: The name in EnvPool's registry, e.g. `"Pong-v5"`.
       count: Number of environments.
-      processes: Ignored: EnvPool has its own threads. `tfpar.rl.trainer.check_host` rejects the option.
+      processes: Ignored: EnvPool has its own threads. `tfpar.rl.options.check_host` rejects the option.
 
     Raises:
       ConfigError: EnvPool has no environment of this name, or is missing.

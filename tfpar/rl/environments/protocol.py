@@ -119,6 +119,11 @@ class Environment:
     render: Callable[[np.ndarray], np.ndarray] | None = None
     goal: float | None = None
 
+    @property
+    def observation_dtype(self) -> str:
+        """The dtype of observations."""
+        return "float32"
+
 
 def stacked(*parts: tf.Tensor) -> tf.Tensor:
     """Stacks tensors `[n]` of a state to observations, float32 `[n, len(parts)]`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tfpar.config import ALL_WEIGHTS, ConfigError, TrainConfig
 from tfpar.optim.keras_internals import all_layers, weights_made_to_learn
@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 # By default, adapters are at queries and values of attention, as in the paper, under the names that Keras,
 # keras-hub and tfpar give them.
 _ATTENTION = r"(^|[/_])(query|value|qkv)(_dense|_proj)?$"
+_ROLES = {"query": "value", "value": "query"}
 _SHOWN = 4
 
 
@@ -56,8 +57,9 @@ def adapt_model(
         for weight in own:
             weight.trainable = id(weight) in trained
     if trainable and not found:
-        paths = _shown([weight.path for weight in model.weights])
-        raise ConfigError(f"--trainable={trainable!r} matches no weight. Paths are such as {paths}.")
+        learned = {id(weight) for layer in all_layers(model) for weight in weights_made_to_learn(layer)}
+        paths = _shown([weight.path for weight in model.weights if id(weight) in learned])
+        raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}.")
     if original is not None:
         adapt_model(original.model, options)
         original.note_flags()
@@ -96,7 +98,10 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
     rank, pattern = options.adapters()
     inside = all_layers(model, include_self=False)
     able = sorted((layer for layer in inside if _can_have_adapters(layer)), key=lambda layer: layer.path)
-    layers = [layer for layer in able if re.search(pattern or _ATTENTION, layer.path)]
+    paths = {layer.path for layer in inside}
+    layers = [
+        layer for layer in able if (re.search(pattern, layer.path) if pattern else _is_in_attention(layer.path, paths))
+    ]
     if not layers and not pattern:
         layers = [layer for layer in able if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)]
     if not layers:
@@ -117,6 +122,19 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
                 f"--lora={options.lora}: {layer.path} has adapters of rank {layer.lora_rank} already. Give that rank."
             )
     return layers
+
+
+def _is_in_attention(path: str, paths: Collection[str]) -> bool:
+    """Whether a path is that of a query or value of attention, by its name and by that of the other beside it.
+
+    A query and a value have the same path but for that word. One without the other is something else, such as the
+    output of a critic that is named `value`.
+    """
+    found = re.search(_ATTENTION, path)
+    if not found:
+        return False
+    role = found[2]
+    return role not in _ROLES or path[: found.start(2)] + _ROLES[role] + path[found.end(2) :] in paths
 
 
 def _can_have_adapters(layer: keras.layers.Layer) -> bool:

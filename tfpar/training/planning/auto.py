@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tfpar import cluster, inputs, models
@@ -181,9 +181,6 @@ def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, most_
 
 
 def _machine(config: ExperimentConfig, topology: Topology, facts: Facts) -> Machine:
-    host: Callable[[str], str] = lambda address: address.rpartition(":")[0]  # noqa: E731
-    addresses = topology.cluster.worker_addresses if topology.cluster else ()
-    own = topology.cluster.address if topology.cluster else ""
     return machine_of(
         *(topology.workers, topology.local_devices, topology.device_type),
         precision=config.precision.precision,
@@ -192,5 +189,5 @@ def _machine(config: ExperimentConfig, topology: Topology, facts: Facts) -> Mach
             memory=parse_size(config.strategy.device_memory),
             between=None if topology.device_type == "GPU" else through_grpc(Machine().between),
         ),
-        workers_here=max(1, sum(host(address) == host(own) for address in addresses)),
+        workers_here=topology.workers_here,
     )

@@ -1,0 +1,198 @@
+"""The configuration of reinforcement learning: what follows from other options, and what cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementConfig
+from tfpar.config.sections.reinforcement_presets import check_used, suited
+from tfpar.parallel.planner.machine import format_size
+from tfpar.parallel.topology import Topology
+from tfpar.process.memory import main_memory
+from tfpar.rl import environments
+from tfpar.rl.dqn import bytes_of_replay
+from tfpar.rl.environments import AnyEnvironment, Discrete, HostEnvironment
+from tfpar.training.planning.machines import device_memory
+
+_EVALUATIONS = 10  # evaluations per run if --eval_every is not set
+_COPIES = 2  # of the replay in memory: adding a rollout makes a new one
+
+
+def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) -> ExperimentConfig:
+    """Returns a configuration of reinforcement learning with some options replaced.
+
+    Without the section `reinforcement`, options that are neither given nor changed in `config` get what suits
+    environment and algorithm.
+
+    Raises:
+      ConfigError: An option that does not exist or that the algorithm does not use, or an invalid value.
+    """
+    options = dict(options)
+    if isinstance(options.get("jit_compile"), bool):
+        options["jit_compile"] = str(options["jit_compile"]).lower()
+    if config is not None and config.reinforcement is not None:
+        whole = config.as_flat_dict() | options
+        check_used(whole, options)
+        return ExperimentConfig.from_flat_dict(whole)
+    defaults = ExperimentConfig(reinforcement=ReinforcementConfig()).as_flat_dict()
+    changed = {
+        name: value for name, value in (config.as_flat_dict() if config else {}).items() if value != defaults[name]
+    }
+    given = changed | options
+    return ExperimentConfig.from_flat_dict(defaults | given | suited(defaults | given, given))
+
+
+def reinforcement_of(config: ExperimentConfig) -> ReinforcementConfig:
+    """Returns the configuration's options of reinforcement learning."""
+    assert config.reinforcement is not None
+    return config.reinforcement
+
+
+def complete(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the configuration with the options that follow from others: steps, batch size and data set.
+
+    Raises:
+      ConfigError: The length of the run is not set, or set twice or in epochs.
+    """
+    options, train = reinforcement_of(config), config.train
+    if train.epochs:
+        raise ConfigError("--epochs: an environment has no epochs. Give --env_steps, or --steps.")
+    steps = train.steps
+    if options.env_steps:
+        if steps and steps != _steps_of(options):
+            raise ConfigError(
+                f"--env_steps={options.env_steps} and --steps={steps} both say how long the run is. Give one of them."
+            )
+        steps = _steps_of(options)
+    if not steps:
+        raise ConfigError("how long is the run? Give --env_steps, steps of all environments together, or --steps.")
+    every = train.eval_every or options.steps_per_rollout * max(1, steps // options.steps_per_rollout // _EVALUATIONS)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(train, steps=steps, eval_every=every),
+        input=dataclasses.replace(config.input, dataset=CUSTOM, global_batch_size=options.batch_size),
+        model=dataclasses.replace(config.model, model=CUSTOM, model_args=""),
+    )
+
+
+def _steps_of(options: ReinforcementConfig) -> int:
+    """Returns the training steps in a run of `env_steps`, rounded up to whole rollouts."""
+    rollouts = -(-options.env_steps // options.transitions_per_rollout)
+    return rollouts * options.steps_per_rollout
+
+
+def check(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses options that do not work with reinforcement learning.
+
+    Raises:
+      ConfigError: There is such an option; the message says what to do instead.
+    """
+    options = reinforcement_of(config)
+    if not topology.synchronous:
+        raise ConfigError(
+            "--strategy=parameter_server: its workers run steps in no fixed order, and rollouts need one. Use "
+            "--strategy=one_device, mirrored or multi_worker."
+        )
+    if topology.mesh.devices_of_replica > 1:
+        raise ConfigError(
+            "--mesh: a policy must fit on one device. Leave --mesh out; --devices=N splits the environments."
+        )
+    if config.train.shard != "none":
+        raise ConfigError(f"--shard={config.train.shard} does not work with reinforcement learning. Use --shard=none.")
+    if config.outer.uses_rounds:
+        raise ConfigError(
+            f"--local_steps={config.outer.local_steps} does not work with reinforcement learning, whose workers "
+            "exchange in every step. Leave it, --round_seconds and --outer_optimizer out."
+        )
+    if options.environments % topology.replicas:
+        raise ConfigError(
+            f"--environments={options.environments} is not divisible by the {topology.replicas} replicas, which have "
+            "equal shares. Choose a multiple."
+        )
+    own = options.batch_size // topology.replicas
+    if own % config.train.accumulate_steps:
+        raise ConfigError(
+            f"--accumulate_steps={config.train.accumulate_steps} does not divide the {own} transitions of a step on a "
+            "replica. Choose a divisor, or 1."
+        )
+
+
+def check_actions(options: ReinforcementConfig, environment: AnyEnvironment) -> None:
+    """Refuses an algorithm that cannot choose such actions.
+
+    Raises:
+      ConfigError: It cannot; the message says what to do instead.
+    """
+    if options.algorithm == "dqn" and not isinstance(environment.actions, Discrete):
+        raise ConfigError(
+            f"--algorithm=dqn values actions one by one, and {environment.name} has {environment.actions.text}. Use "
+            "--algorithm=ppo."
+        )
+
+
+def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topology: Topology) -> None:
+    """Refuses options that actors on the host do not support, and options of actors if there are none.
+
+    Raises:
+      ConfigError: There is such an option; the message says what to do instead.
+    """
+    if not isinstance(environment, HostEnvironment):
+        if options.actors > 1 or options.env_processes:
+            raise ConfigError(
+                f"--actors={options.actors} and --env_processes={options.env_processes} apply to environments of the "
+                f"host, and {environment.name} runs on the device. Leave them out, or give --env=gym:NAME."
+            )
+        return
+    if options.env_processes and environment.name.startswith(environments.POOL_PREFIX):
+        raise ConfigError(f"--env_processes: EnvPool steps {environment.name} in its own threads. Leave the flag out.")
+    if topology.device_type == "TPU":
+        raise ConfigError(
+            f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments that run "
+            "on the host. Use --strategy=one_device, mirrored or multi_worker, or an environment that runs on the "
+            "device."
+        )
+    own = options.environments // topology.replicas
+    if own % options.actors:
+        raise ConfigError(
+            f"--actors={options.actors} does not divide the {own} environments of a replica "
+            f"(--environments={options.environments}). Choose a divisor."
+        )
+
+
+def memory_for_replays(topology: Topology) -> int:
+    """Bytes of available memory for the replay of one replica; 0 if they are unknown."""
+    if topology.device_type != "CPU":
+        return device_memory(topology.device_type, topology.local_replicas)
+    memory = main_memory()
+    return memory[0] // (topology.local_replicas * topology.workers_here) if memory else 0
+
+
+def check_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int, available: int) -> None:
+    """Refuses a replay that does not fit in memory, together with the copy to which a rollout is added.
+
+    Args:
+      options: The options of reinforcement learning.
+      environment: The environment.
+      replicas: Number of replicas of all workers, which have equal shares of the replay.
+      available: Bytes of memory for the replay of one replica; 0 if they are unknown.
+
+    Raises:
+      ConfigError: It does not fit; the message says which size does.
+    """
+    if options.algorithm != "dqn" or not available:
+        return
+    rollout = options.transitions_per_rollout
+    needed = bytes_of_replay(options, environment, replicas)
+    rollouts = options.replay_size // rollout
+    if _COPIES * needed <= available:
+        return
+    largest = available * rollouts // (_COPIES * needed) * rollout
+    remedy = f"Give at most --replay_size={largest}" if largest >= 2 * rollout else "Give fewer --environments"
+    raise ConfigError(
+        f"--replay_size={options.replay_size}: the replay of {environment.name} takes {format_size(needed)} on "
+        f"{'the device' if replicas == 1 else 'each replica'}, and twice that while a rollout is added; "
+        f"{format_size(available)} are available for it. "
+        f"{remedy}, or use more replicas."
+    )
