@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.rl import environments
+from tfpar.rl.environments.cartpole import CARTPOLE
 from tfpar.rl.playing import episodes, evaluation
 
 import gymnasium
@@ -105,6 +108,22 @@ def test_a_run_resumed_on_other_replicas_begins_new_episodes_in_the_middle_of_a_
     assert any("new episodes begin" in line for line in messages)
     assert result["steps"] == 20
     assert np.isfinite(result["train_loss"])
+
+
+def test_a_run_that_has_stopped_at_its_goal_continues(tmp_path, messages, monkeypatch):
+    """By a larger --env_steps, in steps, or without its goal; 100 rounds have other epochs than 10."""
+    monkeypatch.setitem(environments._ENVIRONMENTS, "Easy", dataclasses.replace(CARTPOLE, name="Easy", goal=1.0))
+    options = {"env": "Easy", "steps": 0, "eval_every": 4, "verbose": 1, "workdir": str(tmp_path)}
+    _, result = trained(**options, env_steps=640, stop_at_goal=True)
+    assert (result["steps"], result["stopped_by"][:14]) == (4, "--stop_at_goal")
+    trained(**options, env_steps=640, stop_at_goal=True)
+    assert any("more --env_steps, or --stop_at_goal=false, continue it" in line for line in messages)
+    _, result = trained(**options, env_steps=640, stop_at_goal=False)
+    assert (result["steps"], result["stopped_by"]) == (40, None)
+    _, result = trained(**options, env_steps=6400, stop_at_goal=True)
+    assert result["steps"] == 44
+    _, result = trained(**options | {"steps": 404}, stop_at_goal=True)
+    assert result["steps"] == 48
 
 
 def test_continuous_actions_micro_batches_and_xla(tmp_path):

@@ -212,7 +212,7 @@ class ReinforcementTrainer:
         per_epoch = options.steps_per_rollout * max(1, rounds // _EPOCHS)
         info = inputs.SourceInfo(
             name=environment.name,
-            task="reinforcement",
+            task=inputs.REINFORCEMENT,
             split="train",
             num_examples=per_epoch * options.batch_size,
             input_spec=tf.TensorSpec(environment.observation_shape, tf.float32),
