@@ -16,6 +16,7 @@ import gymnasium
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 
 def test_what_a_run_leaves_behind(plain):
@@ -42,8 +43,6 @@ def test_what_a_run_leaves_behind(plain):
 def test_the_saved_policy_does_in_gymnasium_what_the_evaluation_says(plain):
     """The same episodes: the starts of the evaluation, set as Gymnasium's states."""
     from tfpar.rl import environments, vector
-
-    import tensorflow as tf
 
     _, summary, workdir = plain
     model = keras.saving.load_model(workdir / "model.keras")
@@ -166,3 +165,44 @@ def test_options_of_a_program_are_no_options_of_others():
     assert config.train.steps == 3 * 16  # rollouts of 64 x 32 transitions
     assert config.input.global_batch_size == 512
     assert ExperimentConfig.from_flat_dict(config.as_flat_dict()) == config
+
+
+def _policy(environment, sizes):
+    observation = keras.Input(environment.observation_shape)
+    return keras.Model(observation, [keras.layers.Dense(size)(observation) for size in sizes])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"env": 42}, r"ReinforcementTrainer\(env=42\): give the name of an environment.*or a tfpar.rl.Environment"),
+        (
+            {"env": dataclasses.replace(CARTPOLE, observation_shape=(3,))},
+            r"observation_shape=\(3,\) promises float32 \[n, 3\], but observe returns float32 \[n, 4\] after reset",
+        ),
+        (
+            {"env": dataclasses.replace(CARTPOLE, step=lambda *_: CARTPOLE.step(*_)._replace(reward=tf.zeros([])))},
+            r"step returns a reward of shape \[\]; it needs one per environment, \[n\]",
+        ),
+        (
+            {"env": dataclasses.replace(CARTPOLE, step=lambda *_: CARTPOLE.step(*_)._replace(state=tf.zeros([7])))},
+            r"reset returns a state of .*, and step one of float32 \[n\]",
+        ),
+        (
+            {"model": lambda environment: _policy(environment, [2])},
+            r"outputs \[m, 2\]; --algorithm=ppo in CartPole-v1 .*needs logits \[m, 2\], value \[m, 1\]",
+        ),
+        (
+            {"model": lambda environment: _policy(environment, [2, 1]), "algorithm": "dqn"},
+            r"outputs \[m, 2\], \[m, 1\]; --algorithm=dqn .*needs values of the actions \[m, 2\]",
+        ),
+        (
+            {"model": lambda environment: _policy(environments.find("Pendulum-v1"), [2, 1])},
+            r"the policy cannot read the observations of CartPole-v1, float32 \[None, 4\]",
+        ),
+        ({"model": 3}, r"model=3\): give a function that builds a policy for an environment"),
+    ],
+)
+def test_own_parts_that_do_not_fit_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))

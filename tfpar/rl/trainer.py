@@ -15,7 +15,7 @@ from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementCon
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.process.exit_codes import install_exit_code_hook
-from tfpar.rl import environments
+from tfpar.rl import checks, environments
 from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.rl.dqn import DQN
@@ -81,7 +81,7 @@ class ReinforcementTrainer:
     ) -> None:
         install_exit_code_hook()
         if env is not None:
-            options["env"] = env if isinstance(env, str) else env.name
+            options["env"] = checks.name_of(env)
         config = complete(with_options(config, options))
         options_of = reinforcement_of(config)
         self.environment = env if isinstance(env, Environment) else environments.find(options_of.env)
@@ -96,7 +96,7 @@ class ReinforcementTrainer:
         program = Program.build(
             config,
             runtime,
-            model=functools.partial(build, self.environment),
+            model=functools.partial(checks.build_checked, build, self.environment, options_of.algorithm),
             optimizer=OptimizerSpec.of(None, {}),
             goal=OwnGoal(lambda built: self._algorithm_for(built, config, runtime).objective),
         )
