@@ -8,6 +8,7 @@ import json
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config.errors import TrainingError
 from tfpar.rl import environments
 from tfpar.rl.environments.cartpole import CARTPOLE
 from tfpar.rl.playing import episodes, evaluation
@@ -206,3 +207,20 @@ def _policy(environment, sizes):
 def test_own_parts_that_do_not_fit_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+@pytest.mark.parametrize("where", ["reward", "state"])
+def test_an_environment_that_gives_nan_is_named_as_the_cause(where):
+    def step(state, action, numbers):
+        moved = CARTPOLE.step(state, action, numbers)
+        return moved._replace(**{where: tf.nest.map_structure(lambda part: part * np.nan, getattr(moved, where))})
+
+    with pytest.raises(TrainingError, match="rewards or observations of CartPole-v1 were NaN or infinite") as caught:
+        trained(env=dataclasses.replace(CARTPOLE, step=step), max_bad_steps=2)
+    assert "--dataset" not in str(caught.value)
+
+
+def test_an_environment_that_is_only_on_the_device_is_not_played_in_gymnasium(plain):
+    model = keras.saving.load_model(plain[2] / "model.keras")
+    with pytest.raises(ConfigError, match=r"--env=Catch: Catch exists only on the device, .*`eval` in summary.json"):
+        episodes.play(model, "Catch")

@@ -150,6 +150,7 @@ def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
     [
         ({"trainable": "decoder"}, r"--trainable='decoder' matches no weight. Paths are such as first/kernel"),
         ({"trainable": "("}, r"--trainable='\(' is not a regular expression"),
+        ({"lora": "4:("}, r"--lora='4:\(': '\(' is not a regular expression"),
         ({"lora": "x"}, r"--lora='x' is not RANK or RANK:REGEX"),
         ({"lora": "0"}, r"--lora='0' is not RANK or RANK:REGEX"),
         ({"lora": "4:"}, r"--lora='4:' is not RANK or RANK:REGEX"),
