@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from tests.integration.test_experiments import script, succeeded
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig
@@ -81,6 +82,16 @@ def test_a_saved_policy_plays_in_gymnasium(plain):
         episodes.play(model, "MountainCar-v0")
     with pytest.raises(ConfigError, match=r"--env=gym:Nothing-v0: Gymnasium cannot create it"):
         episodes.play(model, "Nothing-v0")
+
+
+def test_a_saved_policy_is_exported_with_all_its_outputs(plain, tmp_path):
+    _, _, workdir = plain
+    exported = script("export", f"--model_file={workdir / 'model.keras'}", f"--output={tmp_path / 'policy'}")
+    assert "saved_model, checked on 64 examples" in succeeded(exported)
+    x = np.ones([3, 4], np.float32)
+    loaded = tf.saved_model.load(str(tmp_path / "policy"))
+    for output, expected in zip(loaded.serve(x), keras.saving.load_model(workdir / "model.keras")(x), strict=True):
+        np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
 def test_two_replicas_learn_what_one_does_with_all_environments(plain):
