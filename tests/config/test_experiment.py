@@ -171,7 +171,7 @@ def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
         *("accumulate_steps", "actors", "cache", "checkpoint_every", "clients_evaluated", "data_dir", "data_service"),
         *("delivery_examples", "delivery_seconds", "deterministic"),
-        *("device_memory", "devices", "env_processes"),
+        *("device_memory", "devices", "env_processes", "env_steps"),
         *(
             "epochs",
             "eval_batch_size",

@@ -392,6 +392,15 @@ def test_statistics_leave_the_compiling_call_out():
     assert _monitor(None).statistics()["mfu"] is None
 
 
+def test_steps_that_are_faster_than_a_measured_peak_raise_it(tmp_path):
+    monitor = _monitor(tmp_path, flops_per_example=1e6, peak_flops=1e8, config=_config(log_every=10))
+    with monitor.session():
+        for end, seconds in ((10, 0.2), (20, 0.1), (30, 0.2)):  # 1.6, 3.2 and 1.6 times the peak
+            monitor.on_steps(end, np.zeros(10), _durations(10, seconds), {})
+    assert [value for _, value in _points(_events(tmp_path, "train"), "time/mfu")] == pytest.approx([1.0, 1.0, 0.5])
+    assert monitor.statistics()["mfu"] == pytest.approx(20 / 30)
+
+
 # --- profiler --------------------------------------------------------------------------------------------------------
 
 

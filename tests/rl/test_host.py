@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig, TrainingError
@@ -169,6 +172,15 @@ def test_an_environment_that_fails_is_named(tmp_path):
 def test_what_cannot_work_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+def test_the_environments_of_commands_in_the_docs_need_only_gymnasium():
+    """The extra `rl` installs Gymnasium alone, as `make setup` does."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "reinforcement.md"
+    names = re.findall(r"--env=(gym:[\w-]+)", page.read_text())
+    for name in {name for name in names if name != "gym:NAME"}:
+        assert environments.find(name).name == name
+    assert names
 
 
 def test_observations_of_several_parts_are_flattened():

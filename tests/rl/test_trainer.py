@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+from tests.integration.test_experiments import script, succeeded
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.commands import train_reinforcement
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.config import flags as config_flags
+from tfpar.config.errors import TrainingError
 from tfpar.config.sections.reinforcement_presets import preset
+from tfpar.rl import environments
+from tfpar.rl.environments.cartpole import CARTPOLE
 from tfpar.rl.options import with_options
 from tfpar.rl.playing import episodes, evaluation
 
@@ -17,6 +22,7 @@ import gymnasium
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from absl import flags
 
 
@@ -28,7 +34,11 @@ def test_what_a_run_leaves_behind(plain):
     assert 8.0 < summary["eval"]["return"] <= 500.0
     assert summary["eval"]["return"] == summary["eval"]["length"]
     assert set(summary.history) >= {"loss", "return", "length", "kl", "entropy", "clipped", "explained_variance"}
-    assert "metrics/return" in (workdir / "metrics.csv").read_text()
+    recorded = (workdir / "metrics.csv").read_text()
+    assert "metrics/return" in recorded
+    # Acting and environments cost FLOPs too, so those of training say nothing about how much of the peak is used.
+    assert summary["mfu"] is None
+    assert "time/mfu" not in recorded
     # Raw observations in, logits first, then the value; statistics of 5 rounds but the last are in it.
     model = keras.saving.load_model(workdir / "model.keras")
     logits, value = model.predict_on_batch(np.zeros([3, 4], np.float32))
@@ -40,8 +50,6 @@ def test_what_a_run_leaves_behind(plain):
 def test_the_saved_policy_does_in_gymnasium_what_the_evaluation_says(plain):
     """The same episodes: the starts of the evaluation, set as Gymnasium's states."""
     from tfpar.rl import environments, vector
-
-    import tensorflow as tf
 
     _, summary, workdir = plain
     model = keras.saving.load_model(workdir / "model.keras")
@@ -81,6 +89,16 @@ def test_a_saved_policy_plays_in_gymnasium(plain):
         episodes.play(model, "Nothing-v0")
 
 
+def test_a_saved_policy_is_exported_with_all_its_outputs(plain, tmp_path):
+    _, _, workdir = plain
+    exported = script("export", f"--model_file={workdir / 'model.keras'}", f"--output={tmp_path / 'policy'}")
+    assert "saved_model, checked on 64 examples" in succeeded(exported)
+    x = np.ones([3, 4], np.float32)
+    loaded = tf.saved_model.load(str(tmp_path / "policy"))
+    for output, expected in zip(loaded.serve(x), keras.saving.load_model(workdir / "model.keras")(x), strict=True):
+        np.testing.assert_allclose(output, expected, rtol=1e-5)
+
+
 def test_two_replicas_learn_what_one_does_with_all_environments(plain):
     """20 steps, to 1e-4: environments, minibatches, advantages and statistics are those of one replica."""
     trainer, summary, _ = plain
@@ -110,6 +128,22 @@ def test_a_run_resumed_on_other_replicas_begins_new_episodes_in_the_middle_of_a_
     assert any("new episodes begin" in line for line in messages)
     assert result["steps"] == 20
     assert np.isfinite(result["train_loss"])
+
+
+def test_a_run_that_has_stopped_at_its_goal_continues(tmp_path, messages, monkeypatch):
+    """By a larger --env_steps, in steps, or without its goal; 100 rounds have other epochs than 10."""
+    monkeypatch.setitem(environments._ENVIRONMENTS, "Easy", dataclasses.replace(CARTPOLE, name="Easy", goal=1.0))
+    options = {"env": "Easy", "steps": 0, "eval_every": 4, "verbose": 1, "workdir": str(tmp_path)}
+    _, result = trained(**options, env_steps=640, stop_at_goal=True)
+    assert (result["steps"], result["stopped_by"][:14]) == (4, "--stop_at_goal")
+    trained(**options, env_steps=640, stop_at_goal=True)
+    assert any("more --env_steps, or --stop_at_goal=false, continue it" in line for line in messages)
+    _, result = trained(**options, env_steps=640, stop_at_goal=False)
+    assert (result["steps"], result["stopped_by"]) == (40, None)
+    _, result = trained(**options, env_steps=6400, stop_at_goal=True)
+    assert result["steps"] == 44
+    _, result = trained(**options | {"steps": 404}, stop_at_goal=True)
+    assert result["steps"] == 48
 
 
 def test_continuous_actions_micro_batches_and_xla(tmp_path):
@@ -208,3 +242,61 @@ def test_options_of_a_program_are_no_options_of_others():
     assert config.train.steps == 3 * 16  # rollouts of 64 x 32 transitions
     assert config.input.global_batch_size == 512
     assert ExperimentConfig.from_flat_dict(config.as_flat_dict()) == config
+
+
+def _policy(environment, sizes):
+    observation = keras.Input(environment.observation_shape)
+    return keras.Model(observation, [keras.layers.Dense(size)(observation) for size in sizes])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"env": 42}, r"ReinforcementTrainer\(env=42\): give the name of an environment.*or a tfpar.rl.Environment"),
+        (
+            {"env": dataclasses.replace(CARTPOLE, observation_shape=(3,))},
+            r"observation_shape=\(3,\) promises float32 \[n, 3\], but observe returns float32 \[n, 4\] after reset",
+        ),
+        (
+            {"env": dataclasses.replace(CARTPOLE, step=lambda *_: CARTPOLE.step(*_)._replace(reward=tf.zeros([])))},
+            r"step returns a reward of shape \[\]; it needs one per environment, \[n\]",
+        ),
+        (
+            {"env": dataclasses.replace(CARTPOLE, step=lambda *_: CARTPOLE.step(*_)._replace(state=tf.zeros([7])))},
+            r"reset returns a state of .*, and step one of float32 \[n\]",
+        ),
+        (
+            {"model": lambda environment: _policy(environment, [2])},
+            r"outputs \[m, 2\]; --algorithm=ppo in CartPole-v1 .*needs logits \[m, 2\], value \[m, 1\]",
+        ),
+        (
+            {"model": lambda environment: _policy(environment, [2, 1]), "algorithm": "dqn"},
+            r"outputs \[m, 2\], \[m, 1\]; --algorithm=dqn .*needs values of the actions \[m, 2\]",
+        ),
+        (
+            {"model": lambda environment: _policy(environments.find("Pendulum-v1"), [2, 1])},
+            r"the policy cannot read the observations of CartPole-v1, float32 \[None, 4\]",
+        ),
+        ({"model": 3}, r"model=3\): give a function that builds a policy for an environment"),
+    ],
+)
+def test_own_parts_that_do_not_fit_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+@pytest.mark.parametrize("where", ["reward", "state"])
+def test_an_environment_that_gives_nan_is_named_as_the_cause(where):
+    def step(state, action, numbers):
+        moved = CARTPOLE.step(state, action, numbers)
+        return moved._replace(**{where: tf.nest.map_structure(lambda part: part * np.nan, getattr(moved, where))})
+
+    with pytest.raises(TrainingError, match="rewards or observations of CartPole-v1 were NaN or infinite") as caught:
+        trained(env=dataclasses.replace(CARTPOLE, step=step), max_bad_steps=2)
+    assert "--dataset" not in str(caught.value)
+
+
+def test_an_environment_that_is_only_on_the_device_is_not_played_in_gymnasium(plain):
+    model = keras.saving.load_model(plain[2] / "model.keras")
+    with pytest.raises(ConfigError, match=r"--env=Catch: Catch exists only on the device, .*`eval` in summary.json"):
+        episodes.play(model, "Catch")

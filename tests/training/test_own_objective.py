@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tfpar
 from tfpar.config import ConfigError
 from tfpar.training.objective import ObjectiveSums, Totals
@@ -56,9 +58,47 @@ def test_it_trains_as_the_loss_that_it_writes_down():
     [
         ({"objective": SquaredError, "loss": "mse"}, r"objective=... determines what is minimised.*leave loss out"),
         ({"objective": "mse"}, r"objective='mse': give a function of the built model"),
+        ({"objective": SquaredError(None)}, r"is an objective already.*objective=lambda model: SquaredError\(model"),
         ({"objective": lambda built: 3}, r"objective=... made 3, which is not a .*Objective"),
     ],
 )
 def test_what_is_no_objective_is_refused(goal, said):
     with pytest.raises(ConfigError, match=said):
         tfpar.Trainer(model, "sgd", **goal)
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        (
+            lambda sums: 3,
+            r"objective=... \(WrongSquaredError\) returned 3. Return .*ObjectiveSums\(loss",
+        ),
+        (lambda sums: sums._replace(metrics=[]), r"returned 0 metrics, and its totals have 2 variables"),
+    ],
+)
+def test_an_objective_that_returns_no_such_sums_is_refused(sums, said):
+    class WrongSquaredError(SquaredError):
+        def __call__(self, *arguments, **options):
+            return sums(super().__call__(*arguments, **options))
+
+    with pytest.raises(ConfigError, match=said):
+        fitted(objective=WrongSquaredError)
+
+
+def test_the_metrics_of_an_evaluation_are_those_that_evaluation_computes():
+    class EvaluatedSquaredError(SquaredError):
+        def __init__(self, built):
+            super().__init__(built)
+            results = self.totals.results
+            self.totals = dataclasses.replace(
+                self.totals, evaluation=lambda loss, count, sums: {"loss": loss / count, **results(sums)}
+            )
+
+    x = np.ones([6, 3], np.float32)
+    plain, with_metrics = (
+        fitted(objective=kind)[0].evaluate(x, x[:, :1]) for kind in (SquaredError, EvaluatedSquaredError)
+    )
+    assert "mean_output" not in plain
+    assert with_metrics["loss"] == pytest.approx(plain["loss"])
+    assert np.isfinite(with_metrics["mean_output"])

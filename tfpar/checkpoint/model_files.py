@@ -119,6 +119,7 @@ def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "-
         if shape != spec.input_shape or classes != spec.num_classes:
             raise ConfigError(
                 f"{flag}={path} takes inputs {shape} and gives {classes} outputs; the data set has inputs "
-                f"{spec.input_shape} and {spec.num_classes} classes. Give the --dataset it was trained on."
+                f"{spec.input_shape} and {spec.num_classes} classes. Give the --dataset it was trained on. (A "
+                "policy has none: leave it beside the checkpoints of its run.)"
             )
     return model

@@ -1,5 +1,8 @@
 """Exports a trained model as SavedModel or ONNX, and checks the export against the model on real inputs.
 
+A policy of reinforcement learning, beside the checkpoints of its run, is checked on random observations; it has several
+outputs, the first of which are logits or means.
+
   tfpar export --model_file=runs/quickstart/model.keras --output=runs/quickstart/saved_model
   tfpar export --model_file=runs/quickstart/model.keras --format=onnx --output=runs/digits.onnx
 
@@ -14,11 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import tfpar
-from tfpar.config import ConfigError, catalog, flags
+from tfpar.commands import play
+from tfpar.config import ConfigError, ExperimentConfig, catalog, flags
 
 from absl import flags as absl_flags
 
 if TYPE_CHECKING:
+    import keras
     import numpy as np
 
 
@@ -40,21 +45,52 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
     flags.run(main, argv, program=program)
 
 
-def saved_model(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
-    """The serving function of a SavedModel."""
+def saved_model(path: pathlib.Path) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """The serving function of a SavedModel; returns a list of its outputs."""
     import tensorflow as tf
 
     loaded = tf.saved_model.load(str(path))  # kept: the function alone does not hold its variables
-    return lambda x: loaded.serve(tf.constant(x)).numpy()
+    return lambda x: [output.numpy() for output in tf.nest.flatten(loaded.serve(tf.constant(x)))]
 
 
-def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
-    """An ONNX model in onnxruntime, on the CPU."""
+def onnx(path: pathlib.Path) -> Callable[[np.ndarray], list[np.ndarray]]:
+    """An ONNX model in onnxruntime, on the CPU; returns a list of its outputs."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    return lambda x: session.run(None, {name: x})[0]
+    return lambda x: session.run(None, {name: x})
+
+
+def _loaded(config: ExperimentConfig, model_file: str, examples: int) -> tuple[keras.Model, np.ndarray]:
+    """The model, and inputs to check its export on: held-out examples, or random observations for a policy."""
+    import numpy as np
+    import tensorflow as tf
+
+    if play.trained_in(model_file):
+        tfpar.initialize(config)
+        policy = tfpar.load_model(model_file)
+        shape = [examples, *policy.inputs[0].shape[1:]]
+        return policy, np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    source = tfpar.inputs.build_source(config.input, "validation")
+    if not source.info.num_examples:
+        raise ConfigError(
+            f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
+            "out more: --validation_fraction."
+        )
+    tfpar.initialize(config)
+    model = tfpar.load_model(model_file, tfpar.task_spec(source))
+    return model, source.fetch(tf.range(min(examples, source.info.num_examples), dtype=tf.int64))[0].numpy()
+
+
+def _difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """The largest difference of an output, relative to the largest of its numbers."""
+    import numpy as np
+
+    return max(
+        float(np.max(np.abs(one - other)) / max(np.max(np.abs(other)), 1e-30))
+        for one, other in zip(actual, expected, strict=True)
+    )
 
 
 def main(_: list[str]) -> None:
@@ -77,17 +113,9 @@ def main(_: list[str]) -> None:
     # Here, so that --help and a wrong flag need not wait for TensorFlow.
     from tfpar.training.model.adapting import merge_adapters
 
-    import numpy as np
-    import tensorflow as tf
+    import keras
 
-    source = tfpar.inputs.build_source(config.input, "validation")
-    if not source.info.num_examples:
-        raise ConfigError(
-            f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
-            "out more: --validation_fraction."
-        )
-    tfpar.initialize(config)
-    model = tfpar.load_model(given.model_file, tfpar.task_spec(source))
+    model, x = _loaded(config, given.model_file, given.examples)
     if merged := merge_adapters(model):
         print(f"adapters of {merged} layers are merged into their kernels")
     if given.format == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
@@ -95,14 +123,13 @@ def main(_: list[str]) -> None:
             f"--format=onnx: {given.model_file} computes in bfloat16, for which ONNX has no convolutions. Use "
             "--format=saved_model, or train with --precision=float32."
         )
-    x = source.fetch(tf.range(min(given.examples, source.info.num_examples), dtype=tf.int64))[0].numpy()
-    expected = model.predict_on_batch(x)  # also traces the model, which Keras' exporters need
+    expected = keras.tree.flatten(model.predict_on_batch(x))  # also traces the model, which Keras' exporters need
     output.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="keras")  # Keras 3.15 asks NumPy for np.object
         model.export(str(output), format="tf_saved_model" if given.format == "saved_model" else "onnx", verbose=False)
     actual = (saved_model if given.format == "saved_model" else onnx)(output)(x)
-    difference = float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
+    difference = _difference(actual, expected)
     short = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model.layers)
     tolerance = given.tolerance if given.tolerance is not None else 1e-2 if short else 1e-4
     if not difference <= tolerance:

@@ -115,6 +115,11 @@ class NonFiniteStreak:
         if found:
             named = "; ".join(bad.describe(info) for bad in found)
             cause = f"The cause is in the data: {named}. Repair or remove such examples."
+        elif self._gathered_non_finite():
+            cause = (
+                f"The cause is in the environment: rewards or observations of {info.name} were NaN or infinite. Repair "
+                "the environment, or bound what it returns."
+            )
         else:
             cause = (
                 f"{self._what_was_looked_at(looked_at_all)}Likely causes: a --learning_rate that is too high (lower "
@@ -127,14 +132,27 @@ class NonFiniteStreak:
             f"{cause}{self._examples_of(first, batches[first])}{where} Earlier checkpoints are kept."
         )
 
+    def _gathered_non_finite(self) -> bool:
+        """Whether the environments in which a policy acts gave NaN or infinity: its memory has them, and its weights
+        are finite, since no step with such numbers changes them."""
+        source = self._batches.source
+        if not isinstance(source, inputs.MadeSource) or source.info.task != inputs.REINFORCEMENT:
+            return False
+        return not all(np.isfinite(array).all() for array in source.export().values() if array.dtype.kind == "f")
+
     def _what_was_looked_at(self, looked_at_all: bool) -> str:
-        if isinstance(self._batches.source, inputs.StreamSource):
+        source = self._batches.source
+        if isinstance(source, inputs.MadeSource) and source.info.task == inputs.REINFORCEMENT:
+            return "Rewards and observations are finite. "
+        if not isinstance(source, inputs.Source):
             return ""
         examples = "The examples" if looked_at_all else "The examples that there was time to check"
         return f"{examples} are finite. "
 
     def _examples_of(self, step: int, examples: np.ndarray) -> str:
         info = self._batches.source.info
+        if isinstance(self._batches.source, inputs.MadeSource):
+            return ""
         if isinstance(self._batches.source, inputs.StreamSource):
             return f" The examples of a stream ({info.name}) have no numbers, so none can be named."
         listed = ", ".join(str(index) for index in examples[:_INDICES_SHOWN])

@@ -33,7 +33,7 @@ from tfpar.inputs.made import MadePipeline, MadeSource
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
-from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo, Weighted
+from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, REINFORCEMENT, Source, SourceInfo, Weighted
 from tfpar.inputs.sources.anything import as_source
 from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.class_weights import with_class_weight
@@ -57,6 +57,7 @@ __all__ = [
     "LANGUAGE_MODEL",
     "POSITION_PREFIX",
     "READ_ERRORS",
+    "REINFORCEMENT",
     "STREAM_POSITION",
     "AnyPipeline",
     "AnySource",

@@ -59,9 +59,10 @@ class BadExample:
     reason: str
 
     def describe(self, info: SourceInfo) -> str:
-        """Describes the example in words, without the data set."""
+        """Describes the example in words, without the data set. A file says it all where each example has its own."""
         place = f" in file {self.file!r}" if self.file else ""
-        return f"{info.split} example {self.index}{place} {self.reason}"
+        number = "" if self.file and len(info.files) == info.num_examples else f" {self.index}"
+        return f"{info.split} example{number}{place} {self.reason}"
 
 
 class BadRecordError(ConfigError):

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
+REINFORCEMENT = "reinforcement"
 STREAM = "stream"
 UNKNOWN = -1  # the number of examples of a stream that has not been counted
 # Inputs and labels of some examples, each a tensor [n, ...] or a structure of them.
@@ -121,7 +122,8 @@ class SourceInfo:
         """
         files = [name.replace("\\", "/").rsplit("/", 1)[-1] for name in self.files]
         inputs = structures.describe_specs(self.input_spec)
-        count = UNKNOWN if self.storage == STREAM else self.num_examples  # a stream may have been counted, or not
+        # A stream may have been counted, or not; what counts as an epoch of acting depends on the length of the run.
+        count = UNKNOWN if self.storage == STREAM or self.task == REINFORCEMENT else self.num_examples
         parts = [self.task, self.split, count, self.num_classes, inputs]
         extra: list[object] = [self.digest] if self.digest else []
         if not (structures.is_single(self.input_spec) and structures.is_single(self.target_spec)):

@@ -16,8 +16,13 @@ from tfpar.parallel.split import whole_elements
 
 
 def build_monitor(info: RunInfo) -> Monitor:
-    """The monitor of a run, with the model's cost for its MFU figure."""
-    cost, is_chief = info.model_summary, info.topology.is_chief
+    """The monitor of a run, with the model's cost for its MFU figure.
+
+    Reinforcement learning has no such figure: beside training, its steps act in environments, estimate values and
+    compute targets, with FLOPs that are not those of a trained example.
+    """
+    cost = None if info.config.reinforcement else info.model_summary
+    is_chief = info.topology.is_chief
     return Monitor(
         info.config.checkpoint.workdir or None,
         is_chief=is_chief,

@@ -17,7 +17,7 @@ from tfpar.monitor.metrics_table import MetricsTable
 from tfpar.monitor.profiling import ProfileWindow, needs_viewer
 from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import EventFiles
-from tfpar.monitor.timings import MetricSums, RecentSteps, Timings, Window
+from tfpar.monitor.timings import MetricSums, RecentSteps, Timings, Utilisation, Window
 from tfpar.process import logs
 
 import numpy as np
@@ -67,8 +67,7 @@ class Monitor:
     ) -> None:
         self._total_steps = total_steps
         self._global_batch_size = config.input.global_batch_size
-        # MFU per example and second: one multiplication gives the figure.
-        self._mfu_factor = (flops_per_example or 0.0) / (peak_flops * replicas) if peak_flops else 0.0
+        self._utilisation = Utilisation(flops_per_example or 0.0, (peak_flops or 0.0) * replicas)
         self._timings = Timings()
         self._log_every = config.monitor.log_every
         # Where the user sets the length of a call, it is not cut for points.
@@ -289,12 +288,13 @@ class Monitor:
         """The run's speed without its first, compiling call: the figures for summary.json.
 
         Returns:
-          `examples_per_second`, `step_ms_p50`, `step_ms_p95`, `input_wait_fraction`, `mfu` (None if the peak is not
-          known), and `env_steps_per_second` of reinforcement learning. In every process, not only the chief's.
+          `examples_per_second`, `step_ms_p50`, `step_ms_p95`, `input_wait_fraction`, `mfu` (None if the peak or
+          the FLOPs of a step are not known), and `env_steps_per_second` of reinforcement learning. In every process,
+          not only the chief's.
         """
         figures = self._timings.statistics()
         rate = figures["examples_per_second"]
-        return {**figures, "mfu": self._mfu(rate), **self._live_line.pace(rate)}
+        return {**figures, "mfu": self._utilisation.at(rate), **self._live_line.pace(rate)}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Records how the run ended, beside its hyperparameters.
@@ -320,10 +320,6 @@ class Monitor:
             self._progress.close()
         if self._events:
             self._events.close()
-
-    def _mfu(self, examples_per_second: float) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B)."""
-        return examples_per_second * self._mfu_factor if self._mfu_factor else None
 
     def _line(self, scalars: Mapping[str, float]) -> dict[str, str]:
         shown, sums = self._recent.window()
@@ -383,7 +379,7 @@ class Monitor:
         values |= {f"time/{name}": pace for name, pace in self._live_line.pace(rate).items()}
         values |= tags.time_values(self._point.milliseconds())
         values |= tags.worker_values(self._point.worker_seconds, self._point.worker_steps)
-        mfu = self._mfu(rate)
+        mfu = self._utilisation.at(rate)
         return values if mfu is None else {**values, "time/mfu": mfu}
 
     def _scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,21 @@ from tfpar.monitor.live_line import LiveLine
 from tfpar.parallel.topology import Topology
 
 import keras
+
+
+def stopping_option(stopped_by: str, config: ExperimentConfig) -> tuple[str, bool]:
+    """The switch that ended a run, and whether it is on in a configuration.
+
+    Args:
+      stopped_by: The cause, which begins with the flag if it is a switch: `--stop_at_goal (return 500, goal 495)`.
+      config: The experiment.
+
+    Returns:
+      The option's name and value; an empty name and True for any other cause.
+    """
+    found = re.match(r"--(\w+)", stopped_by)
+    value = config.as_flat_dict().get(found.group(1)) if found else None
+    return (found.group(1), value) if found and isinstance(value, bool) else ("", True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +47,7 @@ class RunInfo:
       train: Training examples.
       validation: Examples to evaluate on, or None.
       total: Steps of the whole run.
-      length: The option that sets the length of the run: `epochs` or `steps`.
+      length: The option that sets the length of the run: `epochs`, `steps` or `env_steps`.
       metric_results: Metrics by name from their summed states.
       line: The values in the progress line.
       counting_padding: Names of layers that count padding as examples: those that add losses, and those with Keras'

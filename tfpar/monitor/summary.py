@@ -22,7 +22,7 @@ from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
-from tfpar.monitor.run_info import RunInfo, RunOutcome
+from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
 from tfpar.parallel.split import held_by, scope_of_values, split_of, whole, whole_elements
 
 import keras
@@ -281,7 +281,9 @@ def report_already_finished(
     content = previous_summary(workdir, step) or {}
     if step < info.total:
         by = content.get("stopped_by") or "a hook or callback"
-        monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --{info.length} continue it")
+        option, _ = stopping_option(by, info.config)
+        off = f", or --{option}=false," if option else ""
+        monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --{info.length}{off} continue it")
     else:
         monitor.message(f"this run is finished (step {step} of {info.total}); more --{info.length} would continue it")
     with contextlib.suppress(KeyError, TypeError):  # a version that wrote less

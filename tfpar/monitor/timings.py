@@ -219,6 +219,28 @@ class Timings:
         }
 
 
+class Utilisation:
+    """Model FLOPs utilisation (MFU; Chowdhery et al. 2022, appendix B).
+
+    A peak that was measured while other programs ran is too low. Steps that exceed it raise it to what they reached.
+
+    Args:
+      flops_per_example: Floating-point operations that training on one example takes; 0 if unknown.
+      peak_flops: Operations per second that all replicas together could do at best; 0 if unknown.
+    """
+
+    def __init__(self, flops_per_example: float, peak_flops: float) -> None:
+        self._flops_per_example, self._peak = flops_per_example, peak_flops
+
+    def at(self, examples_per_second: float) -> float | None:
+        """The fraction of the peak that this speed uses, at most 1; None if it is unknown."""
+        if not self._flops_per_example or not self._peak:
+            return None
+        reached = examples_per_second * self._flops_per_example
+        self._peak = max(self._peak, reached)
+        return reached / self._peak
+
+
 def own_seconds(durations: np.ndarray) -> float:
     """Seconds that a worker needs itself for its steps, without the exchange, in which it waits for others.
 

@@ -15,7 +15,7 @@ from tfpar.config import ExperimentConfig, ReinforcementConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.process.exit_codes import install_exit_code_hook
-from tfpar.rl import environments
+from tfpar.rl import checks, environments
 from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.rl.dqn import DQN
@@ -91,7 +91,7 @@ class ReinforcementTrainer:
     ) -> None:
         install_exit_code_hook()
         if env is not None:
-            options["env"] = env if isinstance(env, str) else env.name
+            options["env"] = checks.name_of(env)
         config = complete(with_options(config, options))
         options_of = reinforcement_of(config)
         self.environment = env if isinstance(env, Environment) else environments.find(options_of.env)
@@ -107,7 +107,7 @@ class ReinforcementTrainer:
         program = Program.build(
             config,
             runtime,
-            model=functools.partial(build, self.environment),
+            model=functools.partial(checks.build_checked, build, self.environment, options_of.algorithm),
             optimizer=OptimizerSpec.of(None, {}),
             goal=OwnGoal(lambda built: self._algorithm_for(built, config, runtime).objective),
         )
@@ -223,7 +223,7 @@ class ReinforcementTrainer:
         per_epoch = options.steps_per_rollout * max(1, rounds // _EPOCHS)
         info = inputs.SourceInfo(
             name=environment.name,
-            task="reinforcement",
+            task=inputs.REINFORCEMENT,
             split="train",
             num_examples=per_epoch * options.batch_size,
             input_spec=tf.TensorSpec(environment.observation_shape, tf.float32),

@@ -17,6 +17,7 @@ from tfpar.models import example_weights, uses_synchronized_statistics
 from tfpar.training.model.call import call_model, check_agreement, recording
 from tfpar.training.objective import Batch, Forward, LocalSums, Objective, ObjectiveSums, Tensors
 from tfpar.training.objective import metrics as additive_metrics
+from tfpar.training.objective.given import check_sums
 from tfpar.training.seeds import fold_in, with_seed_states
 
 import keras
@@ -105,7 +106,7 @@ class Core:
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
         """The objective's sums for a micro-batch; see `Objective`."""
-        return self.objective(params, state, batch, training=training, scales=scales)
+        return check_sums(self.objective(params, state, batch, training=training, scales=scales), self.objective)
 
     def backward(self, forward: Forward) -> LocalSums:
         """The backward pass of `loss_and_grads`."""

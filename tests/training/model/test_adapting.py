@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import tfpar
 from tests.training.model.test_building import source
@@ -30,7 +31,7 @@ def attention() -> keras.Model:
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     x = layers.Reshape((2, 2))(inputs)
-    x = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
+    x = layers.MultiHeadAttention(2, 8, name="attention")(x, x)
     return keras.Model(inputs, layers.Dense(1, name="last")(layers.Flatten()(x)))
 
 
@@ -162,6 +163,19 @@ def test_weights_that_never_learn_are_no_suggestions():
         tfpar.Trainer(given, "adam", "mse", trainable="norm", strategy="one_device")
 
 
+def test_a_layer_that_is_trained_in_full_has_no_adapters(messages):
+    trainer = trained(model(), lora="1", trainable="(^|/)last/", verbose=1)
+    names = {weight.path.split("/", 1)[0] for weight in trainer.model.weights if is_adapter(weight)}
+    assert "last" not in names
+    assert sum(map(is_adapter, trainer.model.weights)) == 4
+    assert any(re.match(r"training 29 of 125 parameters \(23 %\): adapters of rank 1 in 2", line) for line in messages)
+
+
+def test_shares_of_weights_are_written_without_exponents(messages):
+    trained(keras.Sequential([keras.Input((4,)), layers.Dense(1)]), trainable="all", verbose=1)
+    assert any(line.startswith("training 5 of 5 parameters (100 %)") for line in messages)
+
+
 def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
     whole = trained(attention(), steps=6, lora="2")
     trained(attention(), steps=6, lora="2", stop_after=3, workdir=str(tmp_path))
@@ -185,9 +199,16 @@ def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
             r"--trainable='decoder' matches no weight that can learn. Paths are such as first/kernel",
         ),
         ({"trainable": "("}, r"--trainable='\(' is not a regular expression"),
+        ({"lora": "4:("}, r"--lora='4:\(': '\(' is not a regular expression"),
         ({"lora": "x"}, r"--lora='x' is not RANK or RANK:REGEX"),
         ({"lora": "0"}, r"--lora='0' is not RANK or RANK:REGEX"),
         ({"lora": "4:"}, r"--lora='4:' is not RANK or RANK:REGEX"),
+        (
+            {"lora": "100000"},
+            r"--lora=100000: adapters of rank 100000 have as many weights .*Give a rank of at most 2, or train",
+        ),
+        ({"lora": "2:last$"}, r"--lora=2:last\$: adapters of rank 2 .*Leave --lora out, and train the kernels"),
+        ({"lora": "1", "trainable": "all"}, r"--lora=1: --trainable=all trains the kernels of all layers that would"),
         (
             {"lora": "4:norm"},
             r"--lora=4:norm: no layer that can.*Layers that can: block/inner, first, last",
@@ -205,6 +226,6 @@ def test_what_cannot_work_is_refused(options, said):
 
 
 def test_a_layer_with_a_constraint_is_named():
-    given = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_constraint="non_neg", name="bound")])
+    given = keras.Sequential([keras.Input((4,)), layers.Dense(3, kernel_constraint="non_neg", name="bound")])
     with pytest.raises(ConfigError, match=r"--lora=1: \S*bound cannot have adapters: Lora is incompatible"):
         tfpar.Trainer(given, "adam", "mse", lora="1", strategy="one_device")

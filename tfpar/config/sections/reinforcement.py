@@ -49,7 +49,12 @@ class ReinforcementConfig(ConfigBase):
         minimum=1,
     )
     rollout_epochs: int = option(4, "How many times the policy learns from each transition of a rollout.", minimum=1)
-    env_steps: int = option(0, "Length of the run: steps of all environments together. 0: --steps decides.", minimum=0)
+    env_steps: int = option(
+        0,
+        "Length of the run: steps of all environments together. 0: --steps decides.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
     discount: float = option(0.99, "Discount of a reward one step later (gamma).", minimum=0.0, maximum=1.0)
     gae_lambda: float = option(
         0.95,

@@ -12,8 +12,14 @@ ALL_WEIGHTS = "all"  # of --trainable
 AUTO_SEGMENTS = -1
 
 
-def check_pattern(flag: str, pattern: str, remedy: str) -> None:
+def check_pattern(flag: str, pattern: str, remedy: str, *, value: str = "") -> None:
     """Refuses a pattern that is not a regular expression.
+
+    Args:
+      flag: The flag that gave it.
+      pattern: The pattern.
+      remedy: What to write instead.
+      value: The whole value of the flag, if the pattern is a part of it.
 
     Raises:
       ConfigError: The pattern is invalid; says why.
@@ -21,7 +27,8 @@ def check_pattern(flag: str, pattern: str, remedy: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{flag}={pattern!r} is not a regular expression ({error}). {remedy}") from error
+        given = f"{flag}={value!r}: {pattern!r}" if value else f"{flag}={pattern!r}"
+        raise ConfigError(f"{given} is not a regular expression ({error}). {remedy}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,5 +168,5 @@ class TrainConfig(ConfigBase):
             raise ConfigError(
                 f"--lora={self.lora!r} is not RANK or RANK:REGEX. Write e.g. --lora=8 or --lora=8:query$."
             )
-        check_pattern("--lora", pattern, "Write e.g. --lora=8:(query|value)$.")
+        check_pattern("--lora", pattern, "Write e.g. --lora=8:(query|value)$.", value=self.lora)
         return int(rank), pattern

@@ -63,7 +63,16 @@ def find_on_host(name: str) -> HostEnvironment:
     """
     if name.startswith(POOL_PREFIX):
         return find_in_envpool(name.removeprefix(POOL_PREFIX))
-    return find_in_gymnasium(name.removeprefix(PREFIX))
+    try:
+        return find_in_gymnasium(name.removeprefix(PREFIX))
+    except ConfigError as error:
+        if name not in _ENVIRONMENTS:
+            raise
+        raise ConfigError(
+            f"--env={name}: {name} exists only on the device, not in Gymnasium, so it cannot be played there. The "
+            "results of its evaluations are `eval` in summary.json and the rows `eval` in metrics.csv; "
+            "ReinforcementTrainer.evaluate() plays it once more."
+        ) from error
 
 
 def register(environment: Environment) -> None:

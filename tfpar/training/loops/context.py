@@ -166,9 +166,16 @@ def _info(
         train=train,
         validation=validation,
         total=total,
-        length="epochs" if in_epochs(program.config.train, steps, epochs) else "steps",
+        length=_length_option(program.config, steps, epochs),
         metric_results=program.core.metric_results,
         line=LiveLine(*pipeline.source.line) if isinstance(pipeline, inputs.MadePipeline) else LiveLine(),
         counting_padding=program.batch_readers.counting_padding(pipeline),
         jit_segments=program.placing.segments or max(1, program.config.train.jit_segments),
     )
+
+
+def _length_option(config: ExperimentConfig, steps: int | None, epochs: float | None) -> str:
+    """The option that sets the length of the run."""
+    if config.reinforcement is not None and config.reinforcement.env_steps:
+        return "env_steps"
+    return "epochs" if in_epochs(config.train, steps, epochs) else "steps"

@@ -11,8 +11,10 @@ from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
 from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.config import ExperimentConfig
 from tfpar.guards.bad_examples import SkippedExampleLog
 from tfpar.guards.restarts import RestartLog
+from tfpar.monitor.run_info import stopping_option
 from tfpar.optim.plateau import PlateauController
 from tfpar.outer.local import saved as local
 from tfpar.parallel.split import shape_of
@@ -169,6 +171,7 @@ class RunFiles:
         if position := self._pipeline.restore(checkpoint.exchange, same_workers=same_workers):
             self._message(position)
         loss_sum, loss_count = run.get("loss") or (0.0, 0)
+        stopped_by = _still_stopped_by(run, total, program.config)
         return LoopState(
             checkpoint.step,
             total,
@@ -178,8 +181,8 @@ class RunFiles:
             loss_sum=loss_sum,
             loss_count=loss_count,
             lr_multiplier=run.get("lr_multiplier", 1.0),
-            stop=run.get("stopped_of", 0) >= total,
-            stopped_by=run.get("stopped_by", "a hook or callback") if run.get("stopped_of", 0) >= total else "",
+            stop=bool(stopped_by),
+            stopped_by=stopped_by,
         )
 
     def _weights(self) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
@@ -295,3 +298,13 @@ class RunFiles:
             "workers": topology.workers,
             "replica_workers": topology.replica_workers,
         }
+
+
+def _still_stopped_by(run: Mapping[str, Any], total: int, config: ExperimentConfig) -> str:
+    """The cause that ended the saved run, if it ends this one too; empty if there are more steps, or if the cause is a
+    switch that is now off."""
+    if run.get("stopped_of", 0) < total:
+        return ""
+    by = str(run.get("stopped_by") or "a hook or callback")
+    _, on = stopping_option(by, config)
+    return by if on else ""

@@ -109,6 +109,8 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
             f"--lora={options.lora}: no layer that can have adapters has a path that matches "
             f"{pattern or _ATTENTION!r}. Layers that can: {_shown([layer.path for layer in able]) or 'none'}."
         )
+    layers = _without_trained(layers, options)
+    _check_rank(layers, rank, options)
     for place, layer in enumerate(layers):
         if not layer.lora_enabled:
             # The other factor is zero, so that the model starts unchanged.
@@ -137,6 +139,38 @@ def _is_in_attention(path: str, paths: Collection[str]) -> bool:
     return role not in _ROLES or path[: found.start(2)] + _ROLES[role] + path[found.end(2) :] in paths
 
 
+def _kernel(layer: keras.layers.Layer) -> keras.Variable:
+    """The weight beside which a layer has its adapters."""
+    return max((w for w in layer.weights if not is_adapter(w)), key=lambda w: math.prod(w.shape))
+
+
+def _without_trained(layers: list[keras.layers.Layer], options: TrainConfig) -> list[keras.layers.Layer]:
+    """The layers whose kernels are frozen: beside a kernel that is trained itself, adapters add nothing."""
+    if not options.trainable:
+        return layers
+    pattern = "" if options.trainable == ALL_WEIGHTS else options.trainable
+    frozen = [layer for layer in layers if not re.search(pattern, _kernel(layer).path)]
+    if not frozen:
+        raise ConfigError(
+            f"--lora={options.lora}: --trainable={options.trainable} trains the kernels of all layers that would have "
+            f"adapters ({_shown([layer.path for layer in layers])}). Leave one of the two out, or choose other layers."
+        )
+    return frozen
+
+
+def _check_rank(layers: Sequence[keras.layers.Layer], rank: int, options: TrainConfig) -> None:
+    """Refuses a rank at which no adapter has fewer weights than the kernel that it stands for."""
+    shapes = [_kernel(layer).shape for layer in layers]
+    largest = max((math.prod(shape) - 1) // (math.prod(shape[:-1]) + shape[-1]) for shape in shapes)
+    if rank > largest:
+        where = _shown([layer.path for layer in layers])
+        remedy = f"Give a rank of at most {largest}, or" if largest else "Leave --lora out, and"
+        raise ConfigError(
+            f"--lora={options.lora}: adapters of rank {rank} have as many weights as the kernels in {where}, or more. "
+            f"{remedy} train the kernels themselves with --trainable."
+        )
+
+
 def _can_have_adapters(layer: keras.layers.Layer) -> bool:
     """Whether it is a single layer, without sublayers, that has `enable_lora`."""
     return callable(getattr(layer, "enable_lora", None)) and layer.built and len(all_layers(layer)) == 1
@@ -150,7 +184,9 @@ def _description(model: keras.Model, options: TrainConfig, adapted: Sequence[ker
         causes.append(f"adapters of rank {options.adapters()[0]} in {len(adapted)} layers ({where})")
     if options.trainable:
         causes.append(f"--trainable={options.trainable}")
-    return f"training {count:,} of {total:,} parameters ({100.0 * count / total:.2g} %): {' and '.join(causes)}"
+    percent = 100.0 * count / total
+    share = f"{percent:.2g}" if percent < 10.0 else f"{percent:.0f}"  # %g would write 1e+02
+    return f"training {count:,} of {total:,} parameters ({share} %): {' and '.join(causes)}"
 
 
 def _shown(paths: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.training.objective.protocol import Objective
+from tfpar.training.objective.protocol import Objective, ObjectiveSums
 from tfpar.training.objective.supervised import Goal
 
 import keras
@@ -41,6 +41,12 @@ class OwnGoal:
             )
         if not callable(make):
             raise ConfigError(f"objective={make!r}: give a function of the built model that returns an Objective.")
+        if hasattr(make, "totals") and not isinstance(make, type):
+            kind = type(make).__name__
+            raise ConfigError(
+                f"objective={make!r} is an objective already. Give what makes one of the model that the trainer has "
+                f"built: objective={kind}, or objective=lambda model: {kind}(model, ...)."
+            )
         return cls(make)
 
     def metric_names(self) -> list[str]:
@@ -63,3 +69,24 @@ class OwnGoal:
                 "and have `totals`."
             )
         return made
+
+
+def check_sums(sums: Any, objective: Objective) -> ObjectiveSums:
+    """Returns what an objective has returned.
+
+    Raises:
+      ConfigError: It is not `ObjectiveSums`, or does not have as many metrics as `totals` has variables.
+    """
+    name = f"objective=... ({type(objective).__name__})"
+    if not isinstance(sums, ObjectiveSums):
+        raise ConfigError(
+            f"{name} returned {sums!r}. Return tfpar.training.objective.ObjectiveSums(loss, count, state, metrics), "
+            "sums over the examples of the batch."
+        )
+    expected = len(objective.totals.variables)
+    if len(sums.metrics) != expected:
+        raise ConfigError(
+            f"{name} returned {len(sums.metrics)} metrics, and its totals have {expected} variables. Return one amount "
+            "for each variable, in their order."
+        )
+    return sums
