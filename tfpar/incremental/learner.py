@@ -44,6 +44,11 @@ _log = logging.getLogger(__name__)
 
 Build = Callable[[int], keras.Model]
 _DONE = "task.json"
+_LENGTH = ("epochs", "steps")  # a single run may be made longer, but the tasks of a series are all of the same length
+_SAME_MODEL = (
+    "Only the last dim of a weight can grow, with the number of classes. Build the same model for every task, or give "
+    "another --workdir."
+)
 _BATCH = 256  # examples per batch when an earlier model computes logits
 
 
@@ -216,13 +221,8 @@ class IncrementalLearner:
         if self._options.method == "ewc":
             self._consolidation.save(directory / "consolidation.safetensors")
         accuracies = self.matrix[number, : number + 1].tolist()
-        write_json(
-            directory / _DONE,
-            {"options": self._described(), "name": self.tasks[number].name, "accuracies": accuracies, "digest": digest},
-        )
-
-    def _described(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self._options), "seed": self._config.train.seed}
+        done = {"name": self.tasks[number].name, "accuracies": accuracies, "digest": digest}
+        write_json(directory / _DONE, {"options": self._config.as_flat_dict(), **done})
 
     def _learned_before(self) -> int:
         """Returns the number of tasks that earlier starts have learned, according to the chief.
@@ -236,12 +236,11 @@ class IncrementalLearner:
             if directory is None or not (directory / _DONE).exists():
                 break
             saved = json.loads((directory / _DONE).read_text())["options"]
-            other = [name for name, value in self._described().items() if saved.get(name) != value]
-            if other:
-                flags = ", ".join(f"--{name}" for name in other)
+            if other := self._config.differences(saved, fixed=_LENGTH):
                 problem = (
-                    f"--workdir={self._workdir}: its tasks were learned with other values of {flags}. Give the same "
-                    "options, or another workdir."
+                    f"--workdir={self._workdir} holds tasks that were learned with another configuration, and all "
+                    f"tasks must have the same. Differences (saved -> now): {other}. Give the saved values to continue "
+                    "with the next task, or another --workdir to start from the first."
                 )
                 break
             count += 1
@@ -327,14 +326,19 @@ def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
       weights: Weights of the earlier model, in the same order.
 
     Raises:
-      ConfigError: The shapes of a weight differ in another way.
+      ConfigError: The number of weights differs, or the shapes of a weight differ in another way.
     """
+    if len(model.weights) != len(weights):
+        raise ConfigError(
+            f"build: the model of a task has {len(model.weights)} weights, and that of the task before had "
+            f"{len(weights)}. {_SAME_MODEL}"
+        )
     for variable, earlier in zip(model.weights, weights, strict=True):
         shape = tuple(variable.shape)
         if shape[:-1] != earlier.shape[:-1] or (shape and shape[-1] < earlier.shape[-1]):
             raise ConfigError(
-                f"--grow_head: {variable.path} has shape {shape}, and had {earlier.shape}. Only the last dim of a "
-                "weight can grow with the classes."
+                f"build: the weight {variable.path} of a task's model has shape {shape}, and that of the task before "
+                f"had {earlier.shape}. {_SAME_MODEL}"
             )
         if shape == earlier.shape:
             variable.assign(earlier)
