@@ -93,6 +93,13 @@ def test_methods_keep_more_than_nothing(options):
     assert summary["matrix"][1][0] >= least, summary["matrix"]
 
 
+def test_parts_of_the_data_are_forgotten_too():
+    """The blobs are in the order of their classes, so that each part has two classes of its own."""
+    summary = learner(method="finetune", tasks="in_order:2", validation_fraction=0.25).learn()
+    assert summary["matrix"][0][0] == summary["matrix"][1][1] == 1.0
+    assert summary["forgetting"] == 1.0
+
+
 def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
     options = {"method": "ewc", "workdir": str(tmp_path / "whole")}
     whole = learner(**options).learn()

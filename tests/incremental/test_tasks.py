@@ -27,29 +27,45 @@ def fetched(made, places=None):
     return x.numpy()[:, 0] / 2.0, y.numpy()
 
 
+def split(options: IncrementalConfig, train=None, validation_fraction: float = 0.25) -> list[tasks.Task]:
+    return tasks.split_tasks(options, train or source(), source(8), validation_fraction=validation_fraction)
+
+
 def test_classes_come_two_at_a_time():
     options = IncrementalConfig(tasks="by_class:2")
-    first, second = tasks.split_tasks(options, source(), source(8))
+    first, second = split(options)
     assert (first.classes, second.classes) == ((0, 1), (2, 3))
     np.testing.assert_array_equal(LABELS[second.indices] // 2, 1)
     np.testing.assert_array_equal(second.validation, [2, 3, 6, 7])
     with pytest.raises(
         ConfigError, match=r"--tasks=by_class:4 divides .* into these tasks.*classes 0, 1, 2, 3: 24 and 8"
     ):
-        tasks.split_tasks(IncrementalConfig(tasks="by_class:4"), source(), source(8))
+        split(IncrementalConfig(tasks="by_class:4"))
 
 
-def test_stretches_and_files():
-    made = tasks.split_tasks(IncrementalConfig(tasks="in_order:5"), source(), source(8))
-    np.testing.assert_array_equal(np.concatenate([task.indices for task in made]), np.arange(24))
-    assert [len(task.indices) for task in made] == [5, 5, 5, 5, 4]
-    assert all(len(task.validation) == 8 for task in made)
+def whole(task: tasks.Task) -> tuple[int, int]:
+    """The first and the last example of a task that holds out a quarter of its own."""
+    every = np.union1d(task.indices, task.validation)
+    assert task.own
+    assert len(task.validation) == max(1, round(len(every) / 4))
+    assert len(every) == len(task.indices) + len(task.validation)  # none is in both
+    np.testing.assert_array_equal(every, np.arange(every[0], every[-1] + 1))
+    return int(every[0]), int(every[-1])
+
+
+def test_parts_and_files_hold_out_examples_of_their_own():
+    made = split(IncrementalConfig(tasks="in_order:5"))
+    assert [whole(task) for task in made] == [(0, 4), (5, 9), (10, 14), (15, 19), (20, 23)]
+    again = split(IncrementalConfig(tasks="in_order:5"))
+    assert [task.validation.tolist() for task in made] == [task.validation.tolist() for task in again]
+    with pytest.raises(ConfigError, match=r"--validation_fraction=0 leaves the tasks of --tasks=in_order:2 without"):
+        split(IncrementalConfig(tasks="in_order:2"), validation_fraction=0.0)
     info = dataclasses.replace(source().info, files=("a", "b", "c"), records_per_file=(4, 12, 8))
     of_files = dataclasses.replace(source(), info=info)
-    made = tasks.split_tasks(IncrementalConfig(tasks="by_file:2"), of_files, source(8))
-    assert [(task.name, len(task.indices)) for task in made] == [("files 1 to 2", 16), ("files 3 to 3", 8)]
+    made = split(IncrementalConfig(tasks="by_file:2"), of_files)
+    assert [(task.name, *whole(task)) for task in made] == [("files 1 to 2", 0, 15), ("files 3 to 3", 16, 23)]
     with pytest.raises(ConfigError, match=r"has no files. Use by_class:N"):
-        tasks.split_tasks(IncrementalConfig(tasks="by_file:1"), source(), source(8))
+        split(IncrementalConfig(tasks="by_file:1"))
 
 
 @pytest.mark.parametrize("wrong", ["by_class", "by_class:0", "by_size:2", "by_file:x"])

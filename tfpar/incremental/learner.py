@@ -58,7 +58,7 @@ class IncrementalLearner:
     Args:
       build: `(classes) -> model`: builds a classifier that returns logits; called for every task, under the strategy.
       train: Training examples of all tasks.
-      validation: Validation examples of all tasks.
+      validation: Validation examples of all tasks; used by `--tasks=by_class:N` (see `split_tasks`).
       config: The whole configuration, with a section `incremental`; `--epochs` or `--steps` is the length of one task.
       runtime: The result of `tfpar.initialize`.
 
@@ -73,7 +73,9 @@ class IncrementalLearner:
         self._options = incremental_of(config)
         self._build, self._train, self._validation = build, train, validation
         self._config, self._runtime = config, runtime
-        self.tasks: list[Task] = split_tasks(self._options, train, validation)
+        self.tasks: list[Task] = split_tasks(
+            self._options, train, validation, validation_fraction=config.input.validation_fraction
+        )
         self.matrix: np.ndarray = np.full([len(self.tasks)] * 2, np.nan)
         self._labels = labels_of(train)
         self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
@@ -154,8 +156,12 @@ class IncrementalLearner:
         return 1 + max(label for task in self.tasks[: number + 1] for label in task.classes)
 
     def _held_out(self, task: Task, number: int) -> Source:
-        """Returns the validation examples of a task, for the model of task `number`."""
-        return with_classes(chosen(self._validation, task.validation, task.name), self._classes(number))
+        """Returns the examples on which a task is evaluated, for the model of task `number`."""
+        source = self._validation
+        if task.own:
+            info = dataclasses.replace(self._train.info, split="validation")
+            source = dataclasses.replace(self._train, info=info)
+        return with_classes(chosen(source, task.validation, task.name), self._classes(number))
 
     def _examples(self, number: int) -> Source:
         """Returns the training examples of a task, as its method needs them."""
