@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfpar.config import ConfigError, IncrementalConfig
+from tfpar.config.sections.incremental import METHODS
 from tfpar.incremental import consolidation, distillation, replay, results, tasks
 from tfpar.inputs import from_arrays
 
@@ -74,6 +75,17 @@ def test_wrong_tasks_are_refused(wrong):
         IncrementalConfig(tasks=wrong)
 
 
+def test_options_of_another_method_are_refused():
+    with pytest.raises(ConfigError, match=r"--ewc_strength=5.0 is an option of --method=ewc, and .*finetune does"):
+        IncrementalConfig(method="finetune", ewc_strength=5.0)
+    with pytest.raises(ConfigError, match=r"--replay_policy=reservoir is an option of --method=replay"):
+        IncrementalConfig(method="lwf", replay_policy="reservoir")
+    assert IncrementalConfig(method="ewc", ewc_strength=5.0).ewc_strength == 5.0
+    for field in dataclasses.fields(IncrementalConfig):  # what --help says agrees
+        method = field.metadata["help"].partition(":")[0]
+        assert method not in METHODS or field.name in METHODS[method]
+
+
 def test_examples_without_a_class_each_are_refused():
     with pytest.raises(ConfigError, match="needs examples with one class each"):
         tasks.labels_of(from_arrays(np.zeros([4, 2], np.float32), np.zeros([4, 2], np.float32)))
@@ -105,6 +117,8 @@ def test_what_is_kept(policy):
     assert old[2] <= old[1] <= old[0]
     assert replay.kept_examples(made, labels, 1000, policy=policy, seed=7).tolist() == list(range(500))
     assert replay.room_for(source(), 200, 120) == 10  # of 12 bytes each
+    with pytest.raises(ConfigError, match=r"--replay_bytes=11 holds no example: .* Use --replay_bytes=12 or more"):
+        replay.room_for(source(), 200, 11)
     mixed = replay.with_replay(source(), tasks.Task("b", np.arange(12, 24), np.arange(2), ()), np.array([1, 5, 6]))
     np.testing.assert_array_equal(np.bincount((fetched(mixed)[0] < 12).astype(int)), [12, 12])
     few = replay.with_replay(source(), tasks.Task("b", np.arange(20, 24), np.arange(2), ()), np.arange(12))

@@ -78,6 +78,7 @@ class IncrementalLearner:
         )
         self.matrix: np.ndarray = np.full([len(self.tasks)] * 2, np.nan)
         self._labels = labels_of(train)
+        self._room = room_for(train, self._options.replay_examples, self._options.replay_bytes)
         self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
         self._earlier: list[np.ndarray] = []  # weights after the last task
         self._digest = ""  # digest of these weights
@@ -174,8 +175,9 @@ class IncrementalLearner:
             return chosen(self._train, np.sort(every), f"{task.name}, and all before")
         if options.method != "replay" or not earlier:
             return chosen(self._train, task.indices, task.name)
-        room = room_for(self._train, options.replay_examples, options.replay_bytes)
-        kept = kept_examples(earlier, self._labels, room, policy=options.replay_policy, seed=self._config.train.seed)
+        kept = kept_examples(
+            earlier, self._labels, self._room, policy=options.replay_policy, seed=self._config.train.seed
+        )
         return with_replay(self._train, task, kept)
 
     def _teacher(self, number: int) -> Callable[[Source], np.ndarray]:
