@@ -38,9 +38,7 @@ def test_classes_come_two_at_a_time():
     assert (first.classes, second.classes) == ((0, 1), (2, 3))
     np.testing.assert_array_equal(LABELS[second.indices] // 2, 1)
     np.testing.assert_array_equal(second.validation, [2, 3, 6, 7])
-    with pytest.raises(
-        ConfigError, match=r"--tasks=by_class:4 divides .* into these tasks.*classes 0, 1, 2, 3: 24 and 8"
-    ):
+    with pytest.raises(ConfigError, match=r"--tasks=by_class:4 divides .* into these tasks.*classes 0-3: 24 and 8"):
         split(IncrementalConfig(tasks="by_class:4"))
 
 
@@ -64,7 +62,7 @@ def test_parts_and_files_hold_out_examples_of_their_own():
     info = dataclasses.replace(source().info, files=("a", "b", "c"), records_per_file=(4, 12, 8))
     of_files = dataclasses.replace(source(), info=info)
     made = split(IncrementalConfig(tasks="by_file:2"), of_files)
-    assert [(task.name, *whole(task)) for task in made] == [("files 1 to 2", 0, 15), ("files 3 to 3", 16, 23)]
+    assert [(task.name, *whole(task)) for task in made] == [("files 1-2", 0, 15), ("file 3", 16, 23)]
     with pytest.raises(ConfigError, match=r"has no files. Use by_class:N"):
         split(IncrementalConfig(tasks="by_file:1"))
 
@@ -204,4 +202,26 @@ def test_figures_of_a_matrix():
     }
     assert results.as_rows(matrix)[0] == [1.0, None, None]
     assert results.picture(matrix, ["one", "two", "three"]).shape == (1, 238, 238, 3)
+    assert results.picture(matrix, [f"{number}: classes 0-1" for number in range(3)]).shape == (1, 238, 238, 3)
     assert "60.0   70.0   80.0" in results.table(matrix, ["one", "two", "three"])
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["1: part 1", "2: part 2"], ["1: part 1", "2: part 2"]),
+        (["1: classes 0-1", "2: classes 2-3"], ["classes 0-1", "classes 2-3"]),
+        (["1: classes 0-9", "10: classes 90-99"], ["1: 0-9", "10: 90-99"]),
+        (["1: classes 0, 2, 4, 6, 8, 10, 12, 14", "2: class 1"], ["1", "2"]),
+    ],
+)
+def test_a_picture_shows_the_longest_names_that_fit(names, labels):
+    assert results.labels(names) == labels
+    np.testing.assert_array_equal(results.picture(np.eye(2), names), results.picture(np.eye(2), labels))
+
+
+def test_groups_of_classes_are_named_by_their_ranges():
+    labels = np.array([0, 1, 2, 3, 5, 7, 8, 9] * 3, np.int32)
+    examples = from_arrays(np.zeros([24, 2], np.float32), labels)
+    made = tasks.split_tasks(IncrementalConfig(tasks="by_class:7"), examples, examples, validation_fraction=0.1)
+    assert [task.name for task in made] == ["classes 0-3, 5, 7-8", "class 9"]

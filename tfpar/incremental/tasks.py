@@ -87,7 +87,7 @@ def _by_class(number: int, labels: np.ndarray, held_out: np.ndarray) -> list[Tas
     groups = np.split(classes, range(number, len(classes), number))
     return [
         Task(
-            f"classes {', '.join(map(str, group))}",
+            _named("class", "classes", group),
             np.flatnonzero(np.isin(labels, group)),
             np.flatnonzero(np.isin(held_out, group)),
             (),
@@ -104,7 +104,10 @@ def _by_file(options: IncrementalConfig, train: Source) -> list[tuple[str, np.nd
     ends = np.cumsum(train.info.records_per_file)
     files = np.split(np.arange(ends[-1]), ends[:-1])
     return [
-        (f"files {first + 1} to {min(first + number, len(files))}", np.concatenate(files[first : first + number]))
+        (
+            _named("file", "files", np.arange(first, min(first + number, len(files))) + 1),
+            np.concatenate(files[first : first + number]),
+        )
         for first in range(0, len(files), number)
     ]
 
@@ -112,6 +115,13 @@ def _by_file(options: IncrementalConfig, train: Source) -> list[tuple[str, np.nd
 def _in_order(number: int, count: int) -> list[tuple[str, np.ndarray]]:
     """Returns the names of tasks, and the indices of their examples."""
     return [(f"part {place + 1}", part) for place, part in enumerate(np.array_split(np.arange(count), number))]
+
+
+def _named(one: str, several: str, numbers: np.ndarray) -> str:
+    """Returns the name of a group of numbers in order, such as `classes 0-3, 7`."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{one if len(numbers) == 1 else several} {', '.join(texts)}"
 
 
 def _held_out(part: np.ndarray, fraction: float) -> np.ndarray:
