@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 
 from tests.incremental.watched import arrive, config_of, shard
 from tfpar.config import ConfigError, InputConfig
-from tfpar.incremental.online.arrivals import Arrivals, form_of
+from tfpar.incremental.online.arrivals import STOP, Arrivals, form_of
 from tfpar.incremental.online.chief import Chief
 from tfpar.incremental.online.exports import Exports
-from tfpar.incremental.online.journal import NAME, ArrivedFile, Journal
+from tfpar.incremental.online.journal import NAME, OLD_NAME, ArrivedFile, Journal
 from tfpar.inputs import load
 
 import pytest
@@ -150,19 +151,128 @@ def test_a_delivery_waits_for_enough_examples_or_long_enough(places, shards, tmp
     assert chief.next(15) == (None, True)
 
 
+def looked(chief: Chief, position: int, scans: int = 2):
+    """What the last of some scans returns."""
+    return [chief.next(position) for _ in range(scans)][-1]
+
+
+def test_the_same_bytes_are_delivered_once_whatever_their_name_and_time(places, shards, tmp_path, monkeypatch, caplog):
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    _, incoming = places
+    for number in (1, 2):
+        arrive(shard(shards, number), incoming)
+    first, _ = looked(chief, 0)
+    assert first is not None
+    assert len(first.files) == 2
+    (tmp_path / "run" / "exports" / "000001").mkdir(parents=True)
+    one, two = (incoming / shard(shards, number).name for number in (1, 2))
+    one.rename(incoming / "moved.tfrecord")
+    os.utime(two, ns=(5, 5))
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)  # also after a restart
+    for _ in range(3):
+        assert looked(chief, first.end) == (None, False)
+    assert [file.name for file in chief.journal.repeated] == [two.name, "moved.tfrecord"]
+    said = "and 1 more: left out, the model has learned from the same bytes before"
+    assert caplog.text.count(said) == 1
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(chief._arrivals, "content", lambda file: pytest.fail(f"{file.name} is read again"))
+    assert looked(chief, first.end) == (None, False)
+
+
+def test_a_copy_of_a_waiting_file_is_delivered_if_that_file_goes(places, shards, tmp_path, monkeypatch):
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    _, incoming = places
+    arrive(shard(shards, 1), incoming)
+    assert looked(chief, 0) == (None, False)
+    original = incoming / shard(shards, 1).name
+    (incoming / "copy.tfrecord").write_bytes(original.read_bytes())
+    assert looked(chief, 0) == (None, False)
+    original.unlink()
+    (incoming / STOP).touch()
+    delivery = next(found for found, ends in (chief.next(0) for _ in range(4)) if found or ends)
+    assert delivery is not None
+    assert [file.name for file in delivery.files] == ["copy.tfrecord"]
+    assert chief.journal.repeated == []
+
+
+def test_the_class_is_part_of_what_an_image_says(tmp_path):
+    pixels = tf.io.encode_png(tf.zeros([8, 8, 3], tf.uint8)).numpy()
+    for name in ("cat/1.png", "dog/1.png", "dog/2.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(pixels)
+    options = {"dataset": f"images:{tmp_path}", "image_size": 8, "validation_fraction": 0.0}
+    info = load(options["dataset"], "train", image_size=8, validation_fraction=0.0).info
+    arrivals = Arrivals(str(tmp_path), form_of(InputConfig(**options), info, str(tmp_path)))
+    arrivals.look(())
+    contents = {file.name: arrivals.content(file) for file in arrivals.look(())[0]}
+    assert contents["dog/1.png"] == contents["dog/2.png"] != contents["cat/1.png"]
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
+def entries_of(journal: Journal) -> tuple:
+    return journal.deliveries, journal.skipped, journal.repeated, journal.known, journal.contents, journal.steps
+
+
+def written(workdir: pathlib.Path, deliveries: int = 2) -> Journal:
+    journal = Journal(str(workdir))
+    for number in range(deliveries):
+        journal.deliver([ArrivedFile(f"a{number}", 1, 2, 3, f"content {number}")], 4)
+    return journal
+
+
 def test_a_journal_that_cannot_be_read_ends_the_start(tmp_path):
-    journal = Journal(str(tmp_path))
-    delivery = journal.deliver([ArrivedFile("a", 1, 2, 3)], 4)
+    journal = written(tmp_path, 1)
     journal.reject(ArrivedFile("b", 1, 2), "it is empty")
+    journal.repeat([ArrivedFile("c", 1, 2, 3, "content 0")])
     again = Journal(str(tmp_path))
-    assert (again.deliveries, again.skipped) == (journal.deliveries, journal.skipped)
-    assert again.deliver([ArrivedFile("c", 1, 2, 3)], 5).first_step == delivery.end
-    (tmp_path / NAME).write_text("{")
-    with pytest.raises(ConfigError, match=r"deliveries\.json records which files were learned, and cannot be read"):
-        Journal(str(tmp_path))
+    assert entries_of(again) == entries_of(journal)
+    assert again.deliver([ArrivedFile("d", 1, 2, 3)], 5).first_step == 4
+    lines = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
+    for wrong in (b"{", b"", lines[0] + b"{\n" + lines[1], lines[0] + lines[-1]):
+        (tmp_path / NAME).write_bytes(wrong)
+        with pytest.raises(ConfigError, match=r"deliveries\.jsonl records which files .*, and cannot be read"):
+            Journal(str(tmp_path))
+
+
+def test_an_entry_that_a_crash_cut_off_anywhere_is_as_if_it_was_never_begun(tmp_path):
+    written(tmp_path, 2)
+    before = (tmp_path / NAME).read_bytes()
+    third = [ArrivedFile("a2", 1, 2, 3, "content 2")]
+    Journal(str(tmp_path)).deliver(third, 4)
+    after = (tmp_path / NAME).read_bytes()
+    assert after.startswith(before)  # appended
+    for end in range(len(before), len(after)):
+        (tmp_path / NAME).write_bytes(after[:end])
+        journal = Journal(str(tmp_path))
+        assert len(journal.deliveries) == 2
+        journal.deliver(third, 4)
+        assert (tmp_path / NAME).read_bytes() == after
+
+
+def test_a_journal_of_an_earlier_version_is_read_and_replaced_at_the_next_entry(tmp_path):
+    files = [{"name": name, "size": 1, "modified": 2, "examples": 3} for name in "ab"]
+    old = {
+        "format": 1,
+        "deliveries": [{"number": 1, "files": files, "first_step": 0, "steps": 5}],
+        "skipped": [{"file": {"name": "c", "size": 0, "modified": 1, "examples": 0}, "reason": "it is empty"}],
+    }
+    (tmp_path / OLD_NAME).write_text(json.dumps(old))
+    journal = Journal(str(tmp_path), lambda file: f"content of {file.name}")
+    assert (journal.steps, journal.examples(1), len(journal.skipped)) == (5, 6, 1)
+    assert journal.contents == {"content of a", "content of b"}
+    assert ("c", 0, 1) in journal.known
+    journal.deliver([ArrivedFile("d", 1, 2, 3)], 5)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert entries_of(Journal(str(tmp_path))) == entries_of(journal)
+
+
+def test_a_journal_that_lacks_learned_steps_is_refused(places, shards, tmp_path, monkeypatch):
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    written(tmp_path / "run", 2)
+    with pytest.raises(ConfigError, match=r"checkpoint is of step 12, but deliveries\.jsonl ends at step 8"):
+        chief.next(12)
 
 
 def test_exports_appear_whole_and_old_ones_go(tmp_path):

@@ -93,6 +93,13 @@ def test_methods_keep_more_than_nothing(options):
     assert summary["matrix"][1][0] >= least, summary["matrix"]
 
 
+def test_parts_of_the_data_are_forgotten_too():
+    """The blobs are in the order of their classes, so that each part has two classes of its own."""
+    summary = learner(method="finetune", tasks="in_order:2", validation_fraction=0.25).learn()
+    assert summary["matrix"][0][0] == summary["matrix"][1][1] == 1.0
+    assert summary["forgetting"] == 1.0
+
+
 def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
     options = {"method": "ewc", "workdir": str(tmp_path / "whole")}
     whole = learner(**options).learn()
@@ -109,8 +116,26 @@ def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
     (tmp_path / "cut" / "task-02" / "task.json").unlink()
     assert learner(**options).learn() == whole
     assert learner(**options).learn() == whole  # nothing is left to learn
-    with pytest.raises(ConfigError, match=r"its tasks were learned with other values of --method"):
-        learner(**{**options, "method": "lwf"}).learn()
+
+
+def test_all_tasks_of_a_series_have_one_configuration(tmp_path):
+    """Also those that an interruption has left for later; how fast and how visibly a run goes may change."""
+    given = {"method": "finetune", "epochs": 1.0, "model": "mlp", "dataset": "digits", "workdir": str(tmp_path)}
+    whole = learner(**given).learn()
+    (tmp_path / "task-02" / "task.json").unlink()
+    (tmp_path / "task-02" / "summary.json").unlink()
+    for name, saved, now in (
+        ("epochs", "1.0", 3.0),
+        ("model", "'mlp'", "convnet"),
+        ("dataset", "'digits'", "synthetic"),
+        ("learning_rate", "0.5", 0.25),
+        ("method", "'finetune'", "lwf"),
+        ("seed", "0", 1),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            learner(**{**given, name: now}).learn()
+        assert f"--{name}: {saved} -> {now!r}. Give the saved values" in str(refusal.value)
+    assert learner(**given, log_every=3).learn() == whole
 
 
 def test_a_head_that_grows_keeps_its_outputs():
@@ -121,8 +146,10 @@ def test_a_head_that_grows_keeps_its_outputs():
     carry_over(large, small.get_weights())
     np.testing.assert_array_equal(large.get_weights()[2][:, :2], small.get_weights()[2])
     np.testing.assert_array_equal(large.get_weights()[2][:, 2:], fresh[2][:, 2:])
-    with pytest.raises(ConfigError, match=r"Only the last dim of a weight can grow"):
+    with pytest.raises(ConfigError, match=r"build: the weight .* \(8, 2\), and .* had \(8, 4\)\. Only the last"):
         carry_over(small, large.get_weights())
+    with pytest.raises(ConfigError, match=r"has 4 weights, and that of the task before had 3\. .*Build the same model"):
+        carry_over(small, large.get_weights()[:3])
     summary = model.learn()
     assert summary["matrix"][1][1] > 0.9
     with pytest.raises(ConfigError, match=r"--grow_head needs --tasks=by_class:N, not --tasks=in_order:2"):

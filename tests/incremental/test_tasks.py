@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfpar.config import ConfigError, IncrementalConfig
+from tfpar.config.sections.incremental import METHODS
 from tfpar.incremental import consolidation, distillation, replay, results, tasks
 from tfpar.inputs import from_arrays
 
@@ -27,35 +28,60 @@ def fetched(made, places=None):
     return x.numpy()[:, 0] / 2.0, y.numpy()
 
 
+def split(options: IncrementalConfig, train=None, validation_fraction: float = 0.25) -> list[tasks.Task]:
+    return tasks.split_tasks(options, train or source(), source(8), validation_fraction=validation_fraction)
+
+
 def test_classes_come_two_at_a_time():
     options = IncrementalConfig(tasks="by_class:2")
-    first, second = tasks.split_tasks(options, source(), source(8))
+    first, second = split(options)
     assert (first.classes, second.classes) == ((0, 1), (2, 3))
     np.testing.assert_array_equal(LABELS[second.indices] // 2, 1)
     np.testing.assert_array_equal(second.validation, [2, 3, 6, 7])
-    with pytest.raises(
-        ConfigError, match=r"--tasks=by_class:4 divides .* into these tasks.*classes 0, 1, 2, 3: 24 and 8"
-    ):
-        tasks.split_tasks(IncrementalConfig(tasks="by_class:4"), source(), source(8))
+    with pytest.raises(ConfigError, match=r"--tasks=by_class:4 divides .* into these tasks.*classes 0-3: 24 and 8"):
+        split(IncrementalConfig(tasks="by_class:4"))
 
 
-def test_stretches_and_files():
-    made = tasks.split_tasks(IncrementalConfig(tasks="in_order:5"), source(), source(8))
-    np.testing.assert_array_equal(np.concatenate([task.indices for task in made]), np.arange(24))
-    assert [len(task.indices) for task in made] == [5, 5, 5, 5, 4]
-    assert all(len(task.validation) == 8 for task in made)
+def whole(task: tasks.Task) -> tuple[int, int]:
+    """The first and the last example of a task that holds out a quarter of its own."""
+    every = np.union1d(task.indices, task.validation)
+    assert task.own
+    assert len(task.validation) == max(1, round(len(every) / 4))
+    assert len(every) == len(task.indices) + len(task.validation)  # none is in both
+    np.testing.assert_array_equal(every, np.arange(every[0], every[-1] + 1))
+    return int(every[0]), int(every[-1])
+
+
+def test_parts_and_files_hold_out_examples_of_their_own():
+    made = split(IncrementalConfig(tasks="in_order:5"))
+    assert [whole(task) for task in made] == [(0, 4), (5, 9), (10, 14), (15, 19), (20, 23)]
+    again = split(IncrementalConfig(tasks="in_order:5"))
+    assert [task.validation.tolist() for task in made] == [task.validation.tolist() for task in again]
+    with pytest.raises(ConfigError, match=r"--validation_fraction=0 leaves the tasks of --tasks=in_order:2 without"):
+        split(IncrementalConfig(tasks="in_order:2"), validation_fraction=0.0)
     info = dataclasses.replace(source().info, files=("a", "b", "c"), records_per_file=(4, 12, 8))
     of_files = dataclasses.replace(source(), info=info)
-    made = tasks.split_tasks(IncrementalConfig(tasks="by_file:2"), of_files, source(8))
-    assert [(task.name, len(task.indices)) for task in made] == [("files 1 to 2", 16), ("files 3 to 3", 8)]
+    made = split(IncrementalConfig(tasks="by_file:2"), of_files)
+    assert [(task.name, *whole(task)) for task in made] == [("files 1-2", 0, 15), ("file 3", 16, 23)]
     with pytest.raises(ConfigError, match=r"has no files. Use by_class:N"):
-        tasks.split_tasks(IncrementalConfig(tasks="by_file:1"), source(), source(8))
+        split(IncrementalConfig(tasks="by_file:1"))
 
 
 @pytest.mark.parametrize("wrong", ["by_class", "by_class:0", "by_size:2", "by_file:x"])
 def test_wrong_tasks_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"--tasks='{wrong}' is not KIND:NUMBER"):
         IncrementalConfig(tasks=wrong)
+
+
+def test_options_of_another_method_are_refused():
+    with pytest.raises(ConfigError, match=r"--ewc_strength=5.0 is an option of --method=ewc, and .*finetune does"):
+        IncrementalConfig(method="finetune", ewc_strength=5.0)
+    with pytest.raises(ConfigError, match=r"--replay_policy=reservoir is an option of --method=replay"):
+        IncrementalConfig(method="lwf", replay_policy="reservoir")
+    assert IncrementalConfig(method="ewc", ewc_strength=5.0).ewc_strength == 5.0
+    for field in dataclasses.fields(IncrementalConfig):  # what --help says agrees
+        method = field.metadata["help"].partition(":")[0]
+        assert method not in METHODS or field.name in METHODS[method]
 
 
 def test_examples_without_a_class_each_are_refused():
@@ -89,6 +115,8 @@ def test_what_is_kept(policy):
     assert old[2] <= old[1] <= old[0]
     assert replay.kept_examples(made, labels, 1000, policy=policy, seed=7).tolist() == list(range(500))
     assert replay.room_for(source(), 200, 120) == 10  # of 12 bytes each
+    with pytest.raises(ConfigError, match=r"--replay_bytes=11 holds no example: .* Use --replay_bytes=12 or more"):
+        replay.room_for(source(), 200, 11)
     mixed = replay.with_replay(source(), tasks.Task("b", np.arange(12, 24), np.arange(2), ()), np.array([1, 5, 6]))
     np.testing.assert_array_equal(np.bincount((fetched(mixed)[0] < 12).astype(int)), [12, 12])
     few = replay.with_replay(source(), tasks.Task("b", np.arange(20, 24), np.arange(2), ()), np.arange(12))
@@ -174,4 +202,26 @@ def test_figures_of_a_matrix():
     }
     assert results.as_rows(matrix)[0] == [1.0, None, None]
     assert results.picture(matrix, ["one", "two", "three"]).shape == (1, 238, 238, 3)
+    assert results.picture(matrix, [f"{number}: classes 0-1" for number in range(3)]).shape == (1, 238, 238, 3)
     assert "60.0   70.0   80.0" in results.table(matrix, ["one", "two", "three"])
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["1: part 1", "2: part 2"], ["1: part 1", "2: part 2"]),
+        (["1: classes 0-1", "2: classes 2-3"], ["classes 0-1", "classes 2-3"]),
+        (["1: classes 0-9", "10: classes 90-99"], ["1: 0-9", "10: 90-99"]),
+        (["1: classes 0, 2, 4, 6, 8, 10, 12, 14", "2: class 1"], ["1", "2"]),
+    ],
+)
+def test_a_picture_shows_the_longest_names_that_fit(names, labels):
+    assert results.labels(names) == labels
+    np.testing.assert_array_equal(results.picture(np.eye(2), names), results.picture(np.eye(2), labels))
+
+
+def test_groups_of_classes_are_named_by_their_ranges():
+    labels = np.array([0, 1, 2, 3, 5, 7, 8, 9] * 3, np.int32)
+    examples = from_arrays(np.zeros([24, 2], np.float32), labels)
+    made = tasks.split_tasks(IncrementalConfig(tasks="by_class:7"), examples, examples, validation_fraction=0.1)
+    assert [task.name for task in made] == ["classes 0-3, 5, 7-8", "class 9"]

@@ -6,12 +6,14 @@ This module imports neither TensorFlow nor Keras: reading a configuration costs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tfpar.config.errors import OPTION_NAMES, unknown_name
 from tfpar.config.fields import ConfigBase
 from tfpar.config.sections import (
+    CUSTOM,
     CheckpointConfig,
     ExchangeConfig,
     FederatedConfig,
@@ -102,6 +104,25 @@ class ExperimentConfig:
             if (options := getattr(self, section)) is not None:
                 flat.update(dataclasses.asdict(options))
         return flat
+
+    def differences(self, saved: Mapping[str, Any], *, fixed: Collection[str] = ()) -> str:
+        """The options that keep a saved run from being continued, as `--name: saved -> now`; empty if none does.
+
+        Args:
+          saved: The configuration of the run, by flag name, as JSON returns it. Names that it lacks are not compared.
+          fixed: Options that must be the same although a resumed run may have other values of them.
+        """
+        current = json.loads(json.dumps(self.as_flat_dict()))
+        may_change = set(RESUME_MAY_CHANGE).difference(fixed)
+        for name, arguments in (("model", {"model", "model_args"}), ("dataset", {"dataset"})):
+            # Objects without a name are distinguished by the checkpoint's shapes and the fingerprint of the data.
+            if CUSTOM in (saved.get(name), current[name]):
+                may_change |= arguments
+        return "; ".join(
+            f"--{name}: {saved[name]!r} -> {value!r}"
+            for name, value in current.items()
+            if name in saved and name not in may_change and saved[name] != value
+        )
 
     @property
     def eval_batch_size(self) -> int:

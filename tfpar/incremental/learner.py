@@ -44,6 +44,11 @@ _log = logging.getLogger(__name__)
 
 Build = Callable[[int], keras.Model]
 _DONE = "task.json"
+_LENGTH = ("epochs", "steps")  # a single run may be made longer, but the tasks of a series are all of the same length
+_SAME_MODEL = (
+    "Only the last dim of a weight can grow, with the number of classes. Build the same model for every task, or give "
+    "another --workdir."
+)
 _BATCH = 256  # examples per batch when an earlier model computes logits
 
 
@@ -53,7 +58,7 @@ class IncrementalLearner:
     Args:
       build: `(classes) -> model`: builds a classifier that returns logits; called for every task, under the strategy.
       train: Training examples of all tasks.
-      validation: Validation examples of all tasks.
+      validation: Validation examples of all tasks; used by `--tasks=by_class:N` (see `split_tasks`).
       config: The whole configuration, with a section `incremental`; `--epochs` or `--steps` is the length of one task.
       runtime: The result of `tfpar.initialize`.
 
@@ -68,9 +73,12 @@ class IncrementalLearner:
         self._options = incremental_of(config)
         self._build, self._train, self._validation = build, train, validation
         self._config, self._runtime = config, runtime
-        self.tasks: list[Task] = split_tasks(self._options, train, validation)
+        self.tasks: list[Task] = split_tasks(
+            self._options, train, validation, validation_fraction=config.input.validation_fraction
+        )
         self.matrix: np.ndarray = np.full([len(self.tasks)] * 2, np.nan)
         self._labels = labels_of(train)
+        self._room = room_for(train, self._options.replay_examples, self._options.replay_bytes)
         self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
         self._earlier: list[np.ndarray] = []  # weights after the last task
         self._digest = ""  # digest of these weights
@@ -149,8 +157,12 @@ class IncrementalLearner:
         return 1 + max(label for task in self.tasks[: number + 1] for label in task.classes)
 
     def _held_out(self, task: Task, number: int) -> Source:
-        """Returns the validation examples of a task, for the model of task `number`."""
-        return with_classes(chosen(self._validation, task.validation, task.name), self._classes(number))
+        """Returns the examples on which a task is evaluated, for the model of task `number`."""
+        source = self._validation
+        if task.own:
+            info = dataclasses.replace(self._train.info, split="validation")
+            source = dataclasses.replace(self._train, info=info)
+        return with_classes(chosen(source, task.validation, task.name), self._classes(number))
 
     def _examples(self, number: int) -> Source:
         """Returns the training examples of a task, as its method needs them."""
@@ -163,8 +175,9 @@ class IncrementalLearner:
             return chosen(self._train, np.sort(every), f"{task.name}, and all before")
         if options.method != "replay" or not earlier:
             return chosen(self._train, task.indices, task.name)
-        room = room_for(self._train, options.replay_examples, options.replay_bytes)
-        kept = kept_examples(earlier, self._labels, room, policy=options.replay_policy, seed=self._config.train.seed)
+        kept = kept_examples(
+            earlier, self._labels, self._room, policy=options.replay_policy, seed=self._config.train.seed
+        )
         return with_replay(self._train, task, kept)
 
     def _teacher(self, number: int) -> Callable[[Source], np.ndarray]:
@@ -216,13 +229,8 @@ class IncrementalLearner:
         if self._options.method == "ewc":
             self._consolidation.save(directory / "consolidation.safetensors")
         accuracies = self.matrix[number, : number + 1].tolist()
-        write_json(
-            directory / _DONE,
-            {"options": self._described(), "name": self.tasks[number].name, "accuracies": accuracies, "digest": digest},
-        )
-
-    def _described(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self._options), "seed": self._config.train.seed}
+        done = {"name": self.tasks[number].name, "accuracies": accuracies, "digest": digest}
+        write_json(directory / _DONE, {"options": self._config.as_flat_dict(), **done})
 
     def _learned_before(self) -> int:
         """Returns the number of tasks that earlier starts have learned, according to the chief.
@@ -236,12 +244,11 @@ class IncrementalLearner:
             if directory is None or not (directory / _DONE).exists():
                 break
             saved = json.loads((directory / _DONE).read_text())["options"]
-            other = [name for name, value in self._described().items() if saved.get(name) != value]
-            if other:
-                flags = ", ".join(f"--{name}" for name in other)
+            if other := self._config.differences(saved, fixed=_LENGTH):
                 problem = (
-                    f"--workdir={self._workdir}: its tasks were learned with other values of {flags}. Give the same "
-                    "options, or another workdir."
+                    f"--workdir={self._workdir} holds tasks that were learned with another configuration, and all "
+                    f"tasks must have the same. Differences (saved -> now): {other}. Give the saved values to continue "
+                    "with the next task, or another --workdir to start from the first."
                 )
                 break
             count += 1
@@ -327,14 +334,19 @@ def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
       weights: Weights of the earlier model, in the same order.
 
     Raises:
-      ConfigError: The shapes of a weight differ in another way.
+      ConfigError: The number of weights differs, or the shapes of a weight differ in another way.
     """
+    if len(model.weights) != len(weights):
+        raise ConfigError(
+            f"build: the model of a task has {len(model.weights)} weights, and that of the task before had "
+            f"{len(weights)}. {_SAME_MODEL}"
+        )
     for variable, earlier in zip(model.weights, weights, strict=True):
         shape = tuple(variable.shape)
         if shape[:-1] != earlier.shape[:-1] or (shape and shape[-1] < earlier.shape[-1]):
             raise ConfigError(
-                f"--grow_head: {variable.path} has shape {shape}, and had {earlier.shape}. Only the last dim of a "
-                "weight can grow with the classes."
+                f"build: the weight {variable.path} of a task's model has shape {shape}, and that of the task before "
+                f"had {earlier.shape}. {_SAME_MODEL}"
             )
         if shape == earlier.shape:
             variable.assign(earlier)

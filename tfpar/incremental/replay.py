@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tfpar.config import ConfigError
 from tfpar.incremental.tasks import Task, chosen, joined
 from tfpar.inputs.source import Source
 
@@ -51,11 +52,20 @@ def room_for(source: Source, examples: int, limit: int) -> int:
       source: The source of the examples.
       examples: `--replay_examples`.
       limit: `--replay_bytes`; 0 for no limit.
+
+    Raises:
+      ConfigError: The limit is smaller than one example.
     """
     if not limit:
         return examples
     row = tf.nest.flatten(source.read(tf.zeros([1], tf.int64)))
-    return min(examples, limit // max(sum(part.numpy().nbytes for part in row), 1))
+    size = max(sum(part.numpy().nbytes for part in row), 1)
+    if limit < size:
+        raise ConfigError(
+            f"--replay_bytes={limit} holds no example: one of {source.info.name} has {size} bytes. Use "
+            f"--replay_bytes={size} or more, or 0 for no limit."
+        )
+    return min(examples, limit // size)
 
 
 def with_replay(train: Source, task: Task, kept: np.ndarray) -> Source:

@@ -53,4 +53,20 @@ def picture(matrix: np.ndarray, names: Sequence[str]) -> Any:
     """Returns the matrix as an image for TensorBoard, uint8 `[1, height, width, 3]`."""
     from tfpar.monitor import figures  # imported here, because few processes draw
 
-    return figures.matrix(matrix, names, ("rows: after", "columns: on", "accuracy", "in percent"))
+    return figures.matrix(matrix, labels(names), ("rows: after", "columns: on", "accuracy", "in percent"))
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Returns the longest form of the tasks' names that fits beside a picture of the matrix.
+
+    The forms are `1: classes 0-9`, `classes 0-9`, `1: 0-9` and `1`.
+    """
+    from tfpar.monitor import figures
+
+    parts = [name.partition(": ") for name in names]
+    forms = (
+        list(names),
+        [name for _, _, name in parts],
+        [f"{number}: {name.partition(' ')[2]}" for number, _, name in parts],
+    )
+    return next((form for form in forms if figures.fit(form)), [number for number, _, _ in parts])

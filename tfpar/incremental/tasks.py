@@ -27,59 +27,107 @@ class Task:
     Attributes:
       name: Name for reports.
       indices: Int64 `[n]`: indices of the training examples.
-      validation: Int64: indices of the validation examples on which the task is evaluated.
+      validation: Int64: indices of the examples on which the task is evaluated.
       classes: The classes of the task, in order.
+      own: Whether `validation` are indices of training examples, which the task holds out, or of validation examples.
     """
 
     name: str
     indices: np.ndarray
     validation: np.ndarray
     classes: tuple[int, ...]
+    own: bool = False
 
 
-def split_tasks(options: IncrementalConfig, train: Source, validation: Source) -> list[Task]:
+def split_tasks(
+    options: IncrementalConfig, train: Source, validation: Source, *, validation_fraction: float
+) -> list[Task]:
     """Divides training and validation examples into tasks, in order.
 
     Args:
       options: `tasks` determines the division.
       train: Training examples, with one class each.
       validation: Validation examples. If the tasks are groups of classes, a task is evaluated on the examples of its
-        classes, otherwise on all examples.
+        classes. Otherwise nothing tells which of them belong to a task, which holds out own training examples instead.
+      validation_fraction: Fraction of its training examples that such a task holds out.
 
     Raises:
       ConfigError: Examples do not have one class each, there are fewer than two tasks, or a task has no examples.
     """
     kind, number = options.parts()
-    labels, held_out = labels_of(train), labels_of(validation)
-    whole = np.arange(len(held_out))
-    tasks = []
+    labels = labels_of(train)
     if kind == "by_class":
-        classes = np.unique(labels)
-        for chosen in np.split(classes, range(number, len(classes), number)):
-            name = f"classes {', '.join(map(str, chosen))}"
-            tasks.append((name, np.flatnonzero(np.isin(labels, chosen)), np.flatnonzero(np.isin(held_out, chosen))))
-    elif kind == "by_file":
-        if not train.info.files:
-            raise ConfigError(f"--tasks={options.tasks}: {train.info.name} has no files. Use by_class:N or in_order:N.")
-        ends = np.cumsum(train.info.records_per_file)
-        stretches = np.split(np.arange(len(labels)), ends[:-1])
-        for first in range(0, len(stretches), number):
-            part = np.concatenate(stretches[first : first + number])
-            tasks.append((f"files {first + 1} to {min(first + number, len(stretches))}", part, whole))
+        tasks = _by_class(number, labels, labels_of(validation))
     else:
-        for place, part in enumerate(np.array_split(np.arange(len(labels)), number)):
-            tasks.append((f"stretch {place + 1}", part, whole))
-    if len(tasks) < 2 or not all(len(indices) and len(others) for _, indices, others in tasks):
-        counts = ", ".join(f"{name}: {len(indices)} and {len(others)}" for name, indices, others in tasks)
+        if not validation_fraction:
+            raise ConfigError(
+                f"--validation_fraction=0 leaves the tasks of --tasks={options.tasks} without examples for their "
+                "evaluation: each holds out some of its own. Use --validation_fraction=0.1."
+            )
+        parts = _by_file(options, train) if kind == "by_file" else _in_order(number, len(labels))
+        tasks = []
+        for name, part in parts:
+            held_out = _held_out(part, validation_fraction)
+            tasks.append(Task(name, np.setdiff1d(part, held_out), held_out, (), own=True))
+    if len(tasks) < 2 or not all(len(task.indices) and len(task.validation) for task in tasks):
+        counts = ", ".join(f"{task.name}: {len(task.indices)} and {len(task.validation)}" for task in tasks)
         raise ConfigError(
             f"--tasks={options.tasks} divides {train.info.name} into these tasks, with their numbers of training and "
             f"validation examples: {counts}. There must be two tasks or more, and each needs examples. Choose another "
             "number, or --validation_fraction."
         )
     return [
-        Task(name, indices, others, tuple(int(each) for each in np.unique(labels[indices])))
-        for name, indices, others in tasks
+        dataclasses.replace(task, classes=tuple(int(each) for each in np.unique(labels[task.indices])))
+        for task in tasks
     ]
+
+
+def _by_class(number: int, labels: np.ndarray, held_out: np.ndarray) -> list[Task]:
+    classes = np.unique(labels)
+    groups = np.split(classes, range(number, len(classes), number))
+    return [
+        Task(
+            _named("class", "classes", group),
+            np.flatnonzero(np.isin(labels, group)),
+            np.flatnonzero(np.isin(held_out, group)),
+            (),
+        )
+        for group in groups
+    ]
+
+
+def _by_file(options: IncrementalConfig, train: Source) -> list[tuple[str, np.ndarray]]:
+    """Returns the names of tasks, and the indices of their files' examples."""
+    _, number = options.parts()
+    if not train.info.files:
+        raise ConfigError(f"--tasks={options.tasks}: {train.info.name} has no files. Use by_class:N or in_order:N.")
+    ends = np.cumsum(train.info.records_per_file)
+    files = np.split(np.arange(ends[-1]), ends[:-1])
+    return [
+        (
+            _named("file", "files", np.arange(first, min(first + number, len(files))) + 1),
+            np.concatenate(files[first : first + number]),
+        )
+        for first in range(0, len(files), number)
+    ]
+
+
+def _in_order(number: int, count: int) -> list[tuple[str, np.ndarray]]:
+    """Returns the names of tasks, and the indices of their examples."""
+    return [(f"part {place + 1}", part) for place, part in enumerate(np.array_split(np.arange(count), number))]
+
+
+def _named(one: str, several: str, numbers: np.ndarray) -> str:
+    """Returns the name of a group of numbers in order, such as `classes 0-3, 7`."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{one if len(numbers) == 1 else several} {', '.join(texts)}"
+
+
+def _held_out(part: np.ndarray, fraction: float) -> np.ndarray:
+    """Returns the indices that a task holds out: at random, because neighbours may be alike, but not by the seed."""
+    order = np.random.default_rng([31, len(part)]).permutation(part)
+    return np.sort(order[: max(1, round(len(part) * fraction))])
 
 
 def labels_of(source: Source) -> np.ndarray:

@@ -87,6 +87,12 @@ def matrix(values: np.ndarray, names: Sequence[str], heading: Sequence[str]) -> 
     return _grid(names, heading, cell)
 
 
+def fit(names: Sequence[str]) -> bool:
+    """Whether all of these names are shown whole beside a matrix."""
+    font = ImageFont.load_default(_LARGE_TEXT)
+    return all(font.getlength(name) <= _MARGIN - 10 for name in names)
+
+
 class _Cell(NamedTuple):
     """What a cell shows: a text, and how strong its colour is, from 0 to 1."""
 

@@ -15,7 +15,6 @@ All but the last run no TensorFlow operation, start nothing and write no file of
 from __future__ import annotations
 
 import errno
-import json
 import pathlib
 import tempfile
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from tfpar import cluster, inputs, models, precision
 from tfpar.checkpoint import checkpointer, run_state, workdir_lock
 from tfpar.checkpoint.model_files import task_spec
 from tfpar.collectives.agreement import WorkerAgreement
-from tfpar.config import CUSTOM, PER_HOST_OPTIONS, RESUME_MAY_CHANGE, ConfigError, ExperimentConfig, unknown_name
+from tfpar.config import CUSTOM, PER_HOST_OPTIONS, ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.exchange.sharding.check import check_sharding
 from tfpar.inputs.checks import check_same_shapes
@@ -220,7 +219,7 @@ def validate_saved_run(config: ExperimentConfig) -> None:
     saved = checkpointer.saved_config(workdir) if workdir else None
     if saved is not None:
         check_resumed_rounds(saved, config)
-        _check_same_run(saved, json.loads(json.dumps(config.as_flat_dict())), workdir)
+        _check_same_run(saved, config, workdir)
 
 
 def validate_workers_agree(
@@ -365,21 +364,11 @@ def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
         )
 
 
-def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
+def _check_same_run(saved: Mapping[str, Any], config: ExperimentConfig, workdir: str) -> None:
     """Refuses to resume a run under another configuration; names every option that differs, with both values."""
-    may_change = set(RESUME_MAY_CHANGE)
-    for name, arguments in (("model", {"model", "model_args"}), ("dataset", {"dataset"})):
-        # Objects without a name are distinguished by the checkpoint's shapes and the fingerprint of the data.
-        if CUSTOM in (saved.get(name), current[name]):
-            may_change |= arguments
-    differences = [
-        f"--{name}: {saved[name]!r} -> {value!r}"
-        for name, value in current.items()
-        if name in saved and name not in may_change and saved[name] != value
-    ]
-    if differences:
+    if other := config.differences(saved):
         raise ConfigError(
-            f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): "
-            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start from the "
-            f"beginning, or another --workdir with --warm_start={workdir} to start from its weights."
+            f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): {other}. Give the "
+            "saved values to continue it, another --workdir to start from the beginning, or another --workdir with "
+            f"--warm_start={workdir} to start from its weights."
         )

@@ -10,7 +10,14 @@ import dataclasses
 from tfpar.config.errors import ConfigError
 from tfpar.config.fields import ConfigBase, option
 
-METHODS = ("finetune", "replay", "ewc", "lwf", "joint")
+# The options that each method uses, and no other method.
+METHODS = {
+    "finetune": (),
+    "replay": ("replay_examples", "replay_bytes", "replay_policy"),
+    "ewc": ("ewc_strength", "fisher_examples"),
+    "lwf": ("lwf_strength", "lwf_temperature"),
+    "joint": (),
+}
 _KINDS = ("by_class", "by_file", "in_order")
 
 
@@ -86,6 +93,14 @@ class IncrementalConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for method, names in METHODS.items():
+            for name in names if method != self.method else ():
+                if getattr(self, name) != defaults[name]:
+                    raise ConfigError(
+                        f"--{name}={getattr(self, name)} is an option of --method={method}, and --method={self.method} "
+                        f"does not use it. Leave it out, or use --method={method}."
+                    )
         kind, _ = self.parts()
         if self.grow_head and kind != "by_class":
             raise ConfigError(f"--grow_head needs --tasks=by_class:N, not --tasks={self.tasks}. Leave it out.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +19,8 @@ STOP = "STOP"  # a file of this name ends the run once everything else in the di
 # Names of files that programs are still writing.
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
 
+_CHUNK = 1 << 20  # bytes
+
 
 class Form(Protocol):
     """A reader for one kind of file.
@@ -29,6 +33,9 @@ class Form(Protocol):
 
     def takes(self, name: str) -> bool:
         """Whether a file of this name, relative to the directory, may hold examples."""
+
+    def label(self, name: str) -> str:
+        """The class that the name of a file says; empty if the file says the classes of its examples itself."""
 
     def source(self, root: str, names: Sequence[str]) -> Source:
         """Returns the examples of files, in this order.
@@ -47,6 +54,9 @@ class _Shards:
     def takes(self, name: str) -> bool:
         return name.endswith(".tfrecord")
 
+    def label(self, name: str) -> str:
+        return ""
+
     def source(self, root: str, names: Sequence[str]) -> Source:
         paths = [os.path.join(root, name) for name in names]
         return tfrecord.from_files("tfrecord (delivered)", self._config, "train", paths, self._features)
@@ -61,10 +71,13 @@ class _Images:
     def takes(self, name: str) -> bool:
         return name.lower().endswith(images.SUFFIXES)
 
+    def label(self, name: str) -> str:
+        return name.partition("/")[0]
+
     def source(self, root: str, names: Sequence[str]) -> Source:
         labels = []
         for name in names:
-            folder = name.partition("/")[0]
+            folder = self.label(name)
             if folder not in self._classes or "/" not in name:
                 raise ConfigError(f"it is not in the folder of a class; the classes are {', '.join(self._classes)}")
             labels.append(self._classes.index(folder))
@@ -116,17 +129,17 @@ class Arrivals:
         """Whether the directory has the file that ends the run."""
         return os.path.exists(os.path.join(self._root, STOP))
 
-    def look(self, known: Collection[tuple[str, int, int]]) -> tuple[list[ArrivedFile], bool]:
+    def look(self, *known: Collection[tuple[str, int, int]]) -> tuple[list[ArrivedFile], bool]:
         """Scans the directory.
 
         Args:
-          known: Identities of files to ignore.
+          *known: Sets of identities of files to ignore.
 
         Returns:
           Complete files, which have not changed since the last scan, sorted by time and name; and whether there are
           other files, which are new or still being written.
         """
-        found = [file for file in self._files() if file.identity not in known]
+        found = [file for file in self._files() if not any(file.identity in each for each in known)]
         complete = [file for file in found if file.identity in self._seen]
         self._seen = {file.identity for file in found}
         return sorted(complete, key=lambda file: (file.modified, file.name)), len(complete) < len(found)
@@ -134,6 +147,17 @@ class Arrivals:
     def unchanged(self, files: Sequence[ArrivedFile]) -> list[ArrivedFile]:
         """Returns those of the files that still exist and have not changed."""
         return [file for file in files if self._now(file.name) == (file.size, file.modified)]
+
+    def content(self, file: ArrivedFile) -> str:
+        """Returns `ArrivedFile.content` of a file; empty if the file is gone, has changed or cannot be read."""
+        try:
+            with open(os.path.join(self._root, file.name), "rb") as stream:
+                digest = hashlib.blake2b(self._form.label(file.name).encode() + b"\0", digest_size=16)
+                while chunk := stream.read(_CHUNK):
+                    digest.update(chunk)
+        except OSError:
+            return ""
+        return digest.hexdigest() if self.unchanged([file]) else ""
 
     def _now(self, name: str) -> tuple[int, int] | None:
         """Returns size and time of the last change of a file; None if it does not exist."""
@@ -176,7 +200,7 @@ class Arrivals:
                 reasons.setdefault(name, example.describe(source.info))
         bad += [(file, reasons[file.name]) for file in good if file.name in reasons]
         taken = [
-            ArrivedFile(*file.identity, count)
+            dataclasses.replace(file, examples=count)
             for file, count in zip(good, counts, strict=True)
             if file.name not in reasons
         ]

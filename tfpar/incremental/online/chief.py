@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import dataclasses
+import functools
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, ExperimentConfig, IncrementalConfig
 from tfpar.incremental.online.arrivals import Arrivals, Form
 from tfpar.incremental.online.exports import Exports
+from tfpar.incremental.online.journal import NAME as JOURNAL
 from tfpar.incremental.online.journal import ArrivedFile, Delivery, Journal
 
 import filelock
@@ -42,8 +46,17 @@ class Chief:
         self._workdir = config.checkpoint.workdir
         self._exports = Exports(self._workdir, options.keep_exports)
         self._waiting: list[ArrivedFile] = []
+        self._twins: list[ArrivedFile] = []  # with the content of a waiting file, which may still disappear
         self._waits_since = self._idle_since = time.monotonic()
-        self.journal = Journal(self._workdir)
+
+    @functools.cached_property
+    def journal(self) -> Journal:
+        """The journal, read at the first use: by then the workdir is locked.
+
+        Raises:
+          ConfigError: It cannot be read.
+        """
+        return Journal(self._workdir, self._arrivals.content)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -68,16 +81,18 @@ class Chief:
 
         Args:
           position: The step of the newest checkpoint.
+
+        Raises:
+          ConfigError: The journal lacks steps that the model has learned.
         """
-        for delivery in self.journal.deliveries:
-            if delivery.end > position or (delivery.end == position and self._lacks_export(delivery)):
-                return delivery, False
+        if delivery := self._unfinished(position):
+            return delivery, False
         now = time.monotonic()
         # A waiting file that was appended to or replaced counts as another file, which a later scan finds.
         self._waiting = self._arrivals.unchanged(self._waiting)
-        known = self.journal.known | {file.identity for file in self._waiting}
-        arrived, others = self._arrivals.look(known)
-        good, bad = self._arrivals.check(arrived)
+        known = {file.identity for file in (*self._waiting, *self._twins)}
+        arrived, others = self._arrivals.look(self.journal.known, known)
+        good, bad = self._arrivals.check(self._without_repeated(arrived))
         for file, reason in bad:
             self.journal.reject(file, reason)
             _log.warning("%s is skipped, and stays where it is: %s", file.name, reason)
@@ -86,6 +101,10 @@ class Chief:
         if good and not self._waiting:
             self._waits_since = now
         self._waiting += good
+        contents = {file.content for file in self._waiting}
+        twins = [file for file in self._twins if file.content in contents]
+        others |= len(twins) < len(self._twins)  # a later scan finds the others again
+        self._twins = twins
         if arrived or others:
             self._idle_since = now
         ends = self._arrivals.stops and not others
@@ -93,14 +112,51 @@ class Chief:
         examples = sum(file.examples for file in self._waiting)
         late = now - self._waits_since >= self._options.delivery_seconds
         if examples and (ends or late or examples >= self._enough):
-            if len(self._arrivals.unchanged(self._waiting)) < len(
-                self._waiting
-            ):  # a file has changed since it was read
+            if len(self._arrivals.unchanged(self._waiting)) < len(self._waiting):  # one has changed since it was read
                 return None, False
             delivery = self.journal.deliver(self._waiting, self._steps_of(examples))
-            self._waiting, self._idle_since = [], now
+            self._leave_out(self._twins)
+            self._waiting, self._twins, self._idle_since = [], [], now
             return delivery, False
         return None, ends
+
+    def _unfinished(self, position: int) -> Delivery | None:
+        """Returns the first delivery that is not learned completely, or lacks its export."""
+        deliveries = self.journal.deliveries
+        if position > self.journal.steps:
+            raise ConfigError(
+                f"--workdir={self._workdir}: the newest checkpoint is of step {position}, but {JOURNAL} ends at step "
+                f"{self.journal.steps}, so it lacks files that were learned. Restore it, or start in another "
+                f"--workdir, with --warm_start={self._workdir} for the weights."
+            )
+        first = bisect.bisect_left(deliveries, position, key=lambda each: each.end)
+        for delivery in deliveries[first : first + 2]:
+            if delivery.end > position or self._lacks_export(delivery):
+                return delivery
+        return None
+
+    def _without_repeated(self, arrived: Sequence[ArrivedFile]) -> list[ArrivedFile]:
+        """Returns the files with a content that no other file had, and leaves the others out."""
+        fresh, repeated = [], []
+        waiting = {file.content for file in self._waiting}
+        for file in arrived:
+            file = dataclasses.replace(file, content=self._arrivals.content(file))
+            if file.content and file.content in self.journal.contents:
+                repeated.append(file)
+            elif file.content and file.content in waiting:
+                self._twins.append(file)
+            else:
+                fresh.append(file)
+                waiting.add(file.content)
+        self._leave_out(repeated)
+        return fresh
+
+    def _leave_out(self, files: Sequence[ArrivedFile]) -> None:
+        """Records files whose content was learned under another name or at another time."""
+        if files:
+            self.journal.repeat(files)
+            others = f" and {len(files) - 1:,} more" if len(files) > 1 else ""
+            _log.warning("%s%s: left out, the model has learned from the same bytes before", files[0].name, others)
 
     def export(self, delivery: Delivery, summary: Mapping[str, Any]) -> pathlib.Path | None:
         """Exports the model after a delivery if an export is due; returns its path, else None."""
@@ -109,7 +165,7 @@ class Chief:
         about = {
             "version": delivery.number,
             "step": delivery.end,
-            "examples": sum(each.examples for each in self.journal.deliveries[: delivery.number]),
+            "examples": self.journal.examples(delivery.number),
             "eval": summary["eval"],
             "params_sha256": summary["params_sha256"],
         }

@@ -1,7 +1,7 @@
 """`OnlineLearner`: learns from files as they arrive in a directory, each example exactly once.
 
 ```
-WORKDIR/deliveries.json     the files of each delivery and its steps of the run; written before they are learned
+WORKDIR/deliveries.jsonl    the files of each delivery and its steps of the run; written before they are learned
 WORKDIR/checkpoints/, ...   one run over all deliveries, with the usual files
 WORKDIR/exports/000003/     the model after delivery 3: model.keras and about.json; `newest` links to the last version
 ```
@@ -102,8 +102,8 @@ class OnlineLearner:
         """Learns from unfinished deliveries and from arriving files until the run ends.
 
         Returns:
-          `deliveries`, `examples`, `steps` and `skipped`, each a number over all starts of the run; and the results of
-          the last evaluation.
+          `deliveries`, `examples`, `steps`, `skipped` and `repeated`, each a number over all starts of the run; and the
+          results of the last evaluation.
 
         Raises:
           TrainingError: A checkpoint could not be written; without it, the next start would learn examples twice.
@@ -224,9 +224,10 @@ class OnlineLearner:
         journal = self._chief.journal
         summary = {
             "deliveries": len(journal.deliveries),
-            "examples": sum(each.examples for each in journal.deliveries),
+            "examples": journal.examples(len(journal.deliveries)),
             "steps": journal.steps,
             "skipped": len(journal.skipped),
+            "repeated": len(journal.repeated),
             "eval": dict(results.get("eval") or {}),
             "params_sha256": results.get("params_sha256", ""),
         }
