@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tfpar
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone
 from tfpar import models
@@ -112,3 +113,17 @@ def test_refused_by_name(places, options, message):
 
     with pytest.raises(ConfigError, match=message):
         run()
+
+
+def test_weights_that_are_too_small_to_be_divided_stay_whole():
+    x = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(16, 2)
+
+    def trained(**options) -> list[np.ndarray]:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        trainer = tfpar.Trainer(model, keras.optimizers.SGD(0.1), "mse", clip_norm=1.0, global_batch_size=8, **options)
+        trainer.fit(x, x.sum(axis=1), steps=4)
+        return trainer.model.get_weights()
+
+    alone = trained(strategy="one_device")
+    for one, other in zip(alone, trained(strategy="mirrored", devices=2, shard="weights"), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)

@@ -37,8 +37,10 @@ def l2_norm(
 
 
 def squared_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Square of the L2 norm over all float32 tensors: a float64 scalar, which squares of float32 values do not
-    overflow."""
+    """Square of the L2 norm over all float32 tensors, 0 of none: a float64 scalar, which squares of float32 values do
+    not overflow."""
+    if not tensors:
+        return tf.zeros([], tf.float64)
     return tf.square(tf.cast(l2_norm(tensors), tf.float64))
 
 

@@ -103,7 +103,7 @@ def gpt2() -> keras.Model:
         num_layers=2,
         num_heads=4,
         hidden_dim=16,
-        intermediate_dim=32,
+        intermediate_dim=64,  # a kernel of 1,024 elements, which --shard divides
         max_sequence_length=POSITIONS,
         dropout=0.0,
     )
@@ -120,7 +120,7 @@ def grouped_query() -> keras.Model:
         num_query_heads=8,
         num_key_value_heads=4,
         hidden_dim=16,
-        intermediate_dim=32,
+        intermediate_dim=64,  # a kernel of 1,024 elements, which --shard divides
         dropout=0.0,
     )
     return keras_hub.models.LlamaCausalLM(backbone)

@@ -77,7 +77,7 @@ class GatheringStep(TrainStep):
         parts = [gradient for index, gradient in enumerate(gradients) if index not in set(self._whole)]
         with self._axis.on_own_device() as place:
             squares = place.sum(squared_norm(parts))
-        return tf.cast(tf.sqrt(squares + squared_norm(whole) if whole else squares), tf.float32)
+        return tf.cast(tf.sqrt(squares + squared_norm(whole)), tf.float32)
 
 
 class _ExchangeOfWhole:
