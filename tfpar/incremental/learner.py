@@ -13,34 +13,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import os
 import pathlib
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.checkpoint.model_files import load_model
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.incremental import results
 from tfpar.incremental.checks import incremental_of
 from tfpar.incremental.consolidation import Consolidation, fisher_information
 from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_logits, with_logits
 from tfpar.incremental.replay import kept_examples, room_for, with_replay
+from tfpar.incremental.report import Report, write_json
 from tfpar.incremental.tasks import Task, chosen, labels_of, split_tasks, with_classes
 from tfpar.inputs.source import Source
-from tfpar.monitor.summary import command_of
-from tfpar.monitor.tensorboard import EventFiles
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.trainer import Trainer
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-_log = logging.getLogger(__name__)
 
 Build = Callable[[int], keras.Model]
 _DONE = "task.json"
@@ -79,6 +72,7 @@ class IncrementalLearner:
         self.matrix: np.ndarray = np.full([len(self.tasks)] * 2, np.nan)
         self._labels = labels_of(train)
         self._room = room_for(train, self._options.replay_examples, self._options.replay_bytes)
+        self._report = Report(self.tasks, config, is_chief=runtime.topology.is_chief)
         self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
         self._earlier: list[np.ndarray] = []  # weights after the last task
         self._digest = ""  # digest of these weights
@@ -97,17 +91,15 @@ class IncrementalLearner:
             if number < done:
                 self._digest = self._take_up(number)
                 continue
-            self._say(
-                f"task {number + 1} of {len(self.tasks)}: {task.name}, {len(task.indices):,} examples, "
-                f"--method={self._options.method}"
-            )
+            self._report.begin(number, f", {len(task.indices):,} examples, --method={self._options.method}")
             self._digest = self._learn_task(number)
             if not self._digest:
-                self._say(f"stopped in task {number + 1} by --stop_after; the next start continues with it")
+                self._report.say(f"stopped in task {number + 1} by --stop_after; the next start continues with it")
                 return {}
             if number + 1 < len(self.tasks):  # the last table is part of the results
-                self._say(results.table(self.matrix[: number + 1, : number + 1], self._names(number + 1)))
-        return self._finish(self._digest)
+                self._report.show(self.matrix, number + 1)
+        last = self._directory(len(self.tasks) - 1)
+        return self._report.finish(self.matrix, self._digest, last and last / "model.keras")
 
     def _learn_task(self, number: int) -> str:
         """Learns a task and evaluates on all tasks so far; returns the digest of the weights, empty if stopped."""
@@ -273,57 +265,11 @@ class IncrementalLearner:
         assert directory is not None
         saved = json.loads((directory / _DONE).read_text())
         self.matrix[number, : number + 1] = saved["accuracies"]
-        self._say(f"task {number + 1} of {len(self.tasks)}: {self.tasks[number].name}: learned already")
+        self._report.begin(number, ": learned already")
         self._earlier = [np.asarray(weight) for weight in load_model(str(directory / "model.keras")).weights]
         if self._options.method == "ewc":
             self._consolidation = Consolidation.load(directory / "consolidation.safetensors")
         return str(saved["digest"])
-
-    def _finish(self, digest: str) -> dict[str, Any]:
-        """Writes and returns the results."""
-        names = self._names(len(self.tasks))
-        figures = results.figures_of(self.matrix)
-        summary: dict[str, Any] = {
-            "method": self._options.method,
-            "tasks": [
-                {"name": task.name, "classes": list(task.classes), "examples": len(task.indices)} for task in self.tasks
-            ],
-            "matrix": results.as_rows(self.matrix),
-            **figures,
-            "params_sha256": digest,
-        }
-        self._say("\n" + results.table(self.matrix, names))
-        self._say(
-            "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items() if value is not None)
-        )
-        if self._workdir and self._runtime.topology.is_chief:
-            write_json(self._workdir / "summary.json", summary)
-            self._show(names, figures)
-            self._say(
-                f"look next\n  {command_of('tensorboard')} --logdir {shlex.quote(str(self._workdir))}\n"
-                f"  {self._workdir}/summary.json, {self._directory(len(self.tasks) - 1)}/model.keras"
-            )
-        return summary
-
-    def _show(self, names: Sequence[str], figures: Mapping[str, float | None]) -> None:
-        """Writes matrix and figures for TensorBoard."""
-        events = EventFiles(str(self._workdir), self._config.as_flat_dict())
-        events.images(
-            "incremental/accuracy_matrix", results.picture(self.matrix, names), step=len(self.tasks), run="eval"
-        )
-        for number in range(len(self.tasks)):
-            so_far = results.figures_of(self.matrix[: number + 1, : number + 1])
-            values = {f"incremental/{name}": value for name, value in so_far.items() if value is not None}
-            events.scalars("eval", number + 1, values)
-        events.end_session(success=True)
-        events.close()
-
-    def _names(self, count: int) -> list[str]:
-        return [f"{number + 1}: {task.name}" for number, task in enumerate(self.tasks[:count])]
-
-    def _say(self, text: str) -> None:
-        if self._runtime.topology.is_chief and self._config.monitor.verbose > 0:
-            _log.info("%s", text)
 
 
 def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
@@ -354,10 +300,3 @@ def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
             grown = np.array(variable)
             grown[..., : earlier.shape[-1]] = earlier
             variable.assign(grown)
-
-
-def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file atomically."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
