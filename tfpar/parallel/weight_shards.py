@@ -49,9 +49,19 @@ def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -
 
 def shown_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which sharded weights report their whole shape, because some layers read it."""
+    return _as_whole(variables) if current_place() else contextlib.nullcontext()
+
+
+def traced_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context for tracing a call of the model by itself, outside a replica: nothing is gathered, and sharded
+    weights report their whole shape."""
+    return contextlib.nullcontext() if current_place() else _as_whole(variables)
+
+
+def _as_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
     splits = [(variable, split_of(variable)) for variable in variables]
     shapes = [(variable, split.shape) for variable, split in splits if isinstance(split, FlatSplit)]
-    return keras_calls.shapes_of_variables(shapes) if shapes and current_place() else contextlib.nullcontext()
+    return keras_calls.shapes_of_variables(shapes) if shapes else contextlib.nullcontext()
 
 
 class Wholes:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile, keras_internals
+from tfpar.parallel.weight_shards import traced_whole
 from tfpar.training.model.call import call_model
 
 import keras
@@ -100,13 +101,14 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
         adds_losses = bool(losses)
         found.append(Outputs(structure, masked, lambda: adds_losses, names))
 
-    specs = [
-        [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
-        for variables in (model.trainable_variables, model.non_trainable_variables)
-    ]
     batch = tf.nest.map_structure(lambda spec: tf.TensorSpec([examples, *spec.shape], spec.dtype), input_spec)
     try:
-        tf.function(call, autograph=False).get_concrete_function(*specs, batch)
+        with traced_whole(model.trainable_variables):
+            specs = [
+                [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+                for variables in (model.trainable_variables, model.non_trainable_variables)
+            ]
+            tf.function(call, autograph=False).get_concrete_function(*specs, batch)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
         # Keras surrounds the reason with the layer's name and its arguments, in colours.
         reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error))
