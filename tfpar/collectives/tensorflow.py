@@ -254,13 +254,23 @@ class Channel:
     Attributes:
       source: Rank of the sender among all workers.
       target: Rank of the receiver.
+      device: The device of this worker.
     """
 
     source: int
     target: int
+    device: str = ""
+
+    @property
+    def waits_apart(self) -> bool:
+        """Whether no thread of TensorFlow waits for a message, so that any number of them may be received early."""
+        return _make_cpu_group is not None and not is_gpu(self.device)
 
     def send(self, value: tf.Tensor, instance: int) -> tf.Tensor:
         """Sends a tensor; see `Group.send`."""
+        if self.waits_apart:
+            pair = self._pair(self.source)
+            return pair.send(value, 1 - pair.rank, instance)
         return tf.raw_ops.CollectiveBcastSendV2(
             input=_as_sent(value),
             group_size=2,
@@ -271,6 +281,9 @@ class Channel:
 
     def receive(self, spec: tf.TensorSpec, instance: int) -> tf.Tensor:
         """Receives a tensor of a known shape and type; see `Group.receive`."""
+        if self.waits_apart:
+            pair = self._pair(self.target)
+            return pair.receive(spec.shape, spec.dtype, 1 - pair.rank, instance)
         sent = _SENT_AS.get(spec.dtype, spec.dtype)
         received = tf.raw_ops.CollectiveBcastRecvV2(
             group_size=2,
@@ -282,6 +295,11 @@ class Channel:
         )
         received = received if sent == spec.dtype else tf.bitcast(received, spec.dtype)
         return tf.ensure_shape(received, spec.shape)
+
+    def _pair(self, worker: int) -> Group:
+        assert _make_cpu_group is not None
+        ranks = min(self.source, self.target), max(self.source, self.target)
+        return _make_cpu_group(ranks, ranks.index(worker), ranks, all_workers=False)
 
 
 # Types for which messages have no kernel (TensorFlow 2.21), with the type of the same size that is sent instead.

@@ -1,8 +1,9 @@
 """Stages of a pipeline on several workers: the order of their passes, and the messages between them.
 
 A worker runs its forward and backward passes one after the other, in an order that every worker derives in the same way
-from the schedule and its place. A receive waits for the previous pass, so that at most one pass waits for messages; a
-sender does not wait for the receiver before the end of the step. In this order no two workers can wait for each other.
+from the schedule and its place. A receive waits for the previous pass, so that at most one pass waits for messages. If
+messages take no thread of TensorFlow, a receive begins during the previous pass. A sender does not wait for the
+receiver before the end of the step. In this order no two workers can wait for each other.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ class Messages:
         self._crossings = list(enumerate(crossings))
         self._first_key = next(_traces) * _KEYS_OF_TRACE
         self._before: list[tf.Operation] = []
+        self._earlier: list[tf.Operation] = []
         self._exchanged: dict[int, _Exchanged] = {}
 
     @contextlib.contextmanager
@@ -211,7 +213,7 @@ class Messages:
 
     def passed(self, results: Sequence[tf.Tensor]) -> None:
         """Records the end of a pass with these results."""
-        self._before = [tf.group(*results)]
+        self._earlier, self._before = self._before, [tf.group(*results)]
 
     def receive(self, each: int) -> tf.Tensor:
         """A tensor of the graph from another worker, with its mask; a leaf of an open tape."""
@@ -279,12 +281,20 @@ class Messages:
         self, source: int, number: int, spec: tf.TensorSpec, *, is_mask: bool = False, backward: bool = False
     ) -> tf.Tensor:
         ranks = self.worker.first + source, self.worker.first + self.worker.rank
-        with tf.device(self._device):
-            return Channel(*ranks).receive(spec, self._key(number, is_mask=is_mask, backward=backward))
+        channel = Channel(*ranks, self._device)
+        key = self._key(number, is_mask=is_mask, backward=backward)
+        with contextlib.ExitStack() as stack:
+            if channel.waits_apart:
+                stack.enter_context(tf.control_dependencies(None))  # instead of `_before`
+                stack.enter_context(tf.control_dependencies(self._earlier))
+            stack.enter_context(tf.device(self._device))
+            return channel.receive(spec, key)
 
     def _send(
         self, target: int, number: int, value: tf.Tensor, *, is_mask: bool = False, backward: bool = False
     ) -> None:
         ranks = self.worker.first + self.worker.rank, self.worker.first + target
         with tf.device(self._device):
-            self.sent.append(Channel(*ranks).send(value, self._key(number, is_mask=is_mask, backward=backward)))
+            self.sent.append(
+                Channel(*ranks, self._device).send(value, self._key(number, is_mask=is_mask, backward=backward))
+            )
