@@ -23,6 +23,7 @@ import tensorflow as tf
 
 _ELEMENTS = 1 << 22  # of the vectors for measuring codecs: with their residuals, more than caches hold
 _PAYLOADS = 4  # that are decoded and summed
+_REPORT = 16  # numbers that workers sum to agree, or to wait for each other
 _FIRST_BYTES, _LAST_BYTES = 1 << 18, 1 << 24  # of the messages for measuring bandwidth
 _REPEATS = 5  # of each of these
 _SLICES_S, _MOST_CALLS = 0.06, 50
@@ -57,9 +58,10 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
       device: Where exchanges run.
     """
     with tf.device(device):
-        barrier = _barrier(group)
+        total_of = _total(group)
+        barrier = functools.partial(total_of, tf.zeros([_REPORT]))  # waits for all workers
         copying, share = _copying(barrier)
-        latency, bandwidth, busy = _link(group)
+        latency, bandwidth, busy = _link(group, total_of)
         own = [latency, bandwidth, busy / share, copying]
         normal = tf.random.stateless_normal([_ELEMENTS], [1, 2])
         for codec in codecs:
@@ -77,12 +79,10 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
     )
 
 
-def _barrier(group: Group) -> Callable[[], object]:
-    """Waits for all workers."""
+def _total(group: Group) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A function that sums `_REPORT` numbers over all workers, for which it waits."""
     instance = allocate_instance_keys(1, group)[0]
-    value = tf.zeros([16])
-    wait = _traced(lambda value: group.all_reduce(value, instance), value)
-    return lambda: wait(value)
+    return _traced(lambda value: group.all_reduce(value, instance), tf.zeros([_REPORT]))
 
 
 def _copying(barrier: Callable[[], object]) -> tuple[float, float]:
@@ -100,14 +100,11 @@ def _copying(barrier: Callable[[], object]) -> tuple[float, float]:
     return 4 * _ELEMENTS / seconds, max(share, _LEAST_SHARE)
 
 
-def _link(group: Group) -> tuple[float, float, float]:
+def _link(group: Group, total_of: Callable[[tf.Tensor], tf.Tensor]) -> tuple[float, float, float]:
     """Seconds of an empty message, bytes per second, and seconds of processor time per byte."""
-    small, barrier = allocate_instance_keys(2, group)
-    value = tf.zeros([16])
-    reduce = _traced(lambda value: group.all_reduce(value, small), value)
-    ready = _traced(lambda value: group.all_reduce(value, barrier), value)
-    reduce(value)
-    round_trip = _median(lambda: reduce(value), 15)
+    value = tf.zeros([_REPORT])
+    total_of(value)
+    round_trip = _median(lambda: total_of(value), 15)
     # Small sums: every member sends to all others at once, or a ring has messages one after the other.
     latency = round_trip / (1 if group.capabilities.chunk_bytes else 2 * (group.size - 1))
     size = _FIRST_BYTES
@@ -118,13 +115,13 @@ def _link(group: Group) -> tuple[float, float, float]:
         send(rows)
         times, busy = [], 0.0
         for _ in range(_REPEATS):
-            ready(value)  # otherwise the first to arrive would also measure its waiting
+            total_of(value)  # otherwise the first to arrive would also measure its waiting
             began, before = time.perf_counter(), time.process_time()
             send(rows)
             times.append(time.perf_counter() - began)
             busy += (time.process_time() - before) / _REPEATS
         # The workers must agree on when to stop.
-        seconds = float(ready(tf.fill([16], statistics.median(times)))[0]) / group.size
+        seconds = float(total_of(tf.fill([_REPORT], statistics.median(times)))[0]) / group.size
         sent = 4 * (group.size - 1) * rows.shape[1]
         if seconds > _LONG_ENOUGH or size >= _LAST_BYTES:
             return latency, sent / max(seconds - latency, seconds / 10, 1e-6), busy / sent
