@@ -23,8 +23,17 @@ __device__ inline float Add(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline float Subtract(float a, float b) { return __fsub_rn(a, b); }
 __device__ inline float Multiply(float a, float b) { return __fmul_rn(a, b); }
 
+// a * b + sum, rounded once. Has the bits of Add(sum, Multiply(a, b)) only where the product is exact.
+__device__ inline float AddProduct(float sum, float a, float b) { return __fmaf_rn(a, b, sum); }
+
 // With -ftz=true a sum drops denormals, and adding +0 turns -0 into +0.
 __device__ inline float Flush(float v) { return Add(v, 0.0f); }
+
+// Whether a scale is far enough from the limits of float32 that no product with a code over- or underflows, and has few
+// enough significant bits, 17, that all of them are exact. Every scale that an encoder writes for ordinary gradients is.
+__device__ inline bool IsModerate(uint32_t scale_bits) {
+  return (scale_bits & 0x7FFFFFFFu) - (27u << 23) < (200u << 23) && (scale_bits & 0x7Fu) == 0;
+}
 
 // scaled(sum) of FORMAT.md; its section "Sums of payloads" says why 2^-126 itself becomes 0.
 __device__ inline float Scaled(float sum, float factor) {
@@ -103,6 +112,31 @@ __device__ inline uint32_t E4m3ScaleByte(uint32_t magnitude_bits) {
   const int32_t byte = static_cast<int32_t>(magnitude_bits >> 23) - 8 + ((magnitude_bits & 0x7FFFFFu) > 0x600000u);
   return static_cast<uint32_t>(max(byte, 1));
 }
+
+// The codes in the lower two bytes of a word as two halves, which are kE4m3Halves times their values.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr float kE4m3Halves = 1.0f;
+constexpr bool kE4m3HalvesHaveNan = true;
+
+__device__ inline uint32_t E4m3ToHalves(uint32_t word) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(word)));
+  return halves;
+}
+#else
+// Sign, exponent and significand move to their places in a half, whose exponent has 8 more as its bias. A half with this
+// exponent and significand would not be NaN.
+constexpr float kE4m3Halves = 0.00390625f;
+constexpr bool kE4m3HalvesHaveNan = false;
+
+__device__ inline uint32_t E4m3ToHalves(uint32_t word) {
+  const uint32_t high = (word & 0xFFu) << 8 | (word & 0xFF00u) << 16;
+  return (high & 0x80008000u) | (high & 0x7F007F00u) >> 1;
+}
+#endif
+
+// Whether one of the four codes in a word is NaN.
+__device__ inline bool HasE4m3Nan(uint32_t word) { return (((word & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) != 0; }
 
 __device__ inline float FromE4m3ScaleByte(uint32_t byte) { return byte == 255u ? Nan() : Float(byte << 23); }
 

@@ -21,6 +21,10 @@
 extern "C" {
 #endif
 
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)  // as in codec.h
+#endif
+
 // The most payloads that one call can add up; a call with more returns cudaErrorInvalidValue.
 #define TFPAR_CUDA_MAX_PEERS 64
 
@@ -65,6 +69,10 @@ int tfpar_cuda_finish_norms(const double* norms, int64_t count, float* out, void
 // *norm_squared = *sum as float32; *finite, one byte, is 1 if the sum is finite, else 0. All three are in device
 // memory.
 int tfpar_cuda_finish_sum(const double* sum, float* norm_squared, void* finite, void* stream);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 
 #ifdef __cplusplus
 }

@@ -8,11 +8,18 @@
 //   float Decode(uint32_t code, uint32_t scale)   returns d of one element; `scale` is the result of ScaleBits
 //   uint32_t Encode<kStochastic>(params, place, v, words)   puts the codes of v into `words`, which must be 0, replaces
 //       v by the new residual, and returns the scale for WriteScale. All threads of a codec block call it together.
+//
+// A format may also define a quicker way to add up payloads; it is what limits the sum of several on a GPU:
+//   bool IsQuick(words, scale)   whether AddQuickly has the bits of Add(sum, Decode(...)); true for ordinary payloads
+//   void AddQuickly(words, scale, layout, sum)   adds d of each element to `sum`
+//   kStart   what a sum starts with: -0, to which any d can be added, or +0 if d is never -0
 #ifndef TFPAR_OPS_CORE_CUDA_CODES_CUH_
 #define TFPAR_OPS_CORE_CUDA_CODES_CUH_
 
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+#include <type_traits>
 
 #include "arithmetic.cuh"
 #include "payload.cuh"
@@ -22,6 +29,11 @@
 namespace tfpar_cuda {
 
 using tfpar::ScaleType;
+
+template <class Format, typename = void>
+constexpr bool kHasQuickSum = false;
+template <class Format>
+constexpr bool kHasQuickSum<Format, std::void_t<decltype(Format::kStart)>> = true;
 
 // A thread has as many words of codes as a code has bits. Codes of 16 bits are in the order of the elements, narrower
 // codes in planes.
@@ -36,6 +48,21 @@ __host__ __device__ constexpr int BitOf(int bits, int k, int i) {
 template <int kBits>
 __device__ inline uint32_t GetCode(const uint32_t (&words)[kBits], int k, int i) {
   return words[WordOf(kBits, k, i)] >> BitOf(kBits, k, i) & ((1u << kBits) - 1u);
+}
+
+// The code of element i of quad k, times 2^PlaceOf(...), on top of 2^23: its bits stay where they are and become part of
+// the significand of a float. `significand` is Layout's.
+constexpr int kUpperCodes = 12;  // bits that codes past the significand are moved down by
+__host__ __device__ constexpr bool IsUpper(int bits, int k, int i) { return BitOf(bits, k, i) + bits > 23; }
+__host__ __device__ constexpr int PlaceOf(int bits, int k, int i) {
+  return BitOf(bits, k, i) - (IsUpper(bits, k, i) ? kUpperCodes : 0);
+}
+
+template <int kBits>
+__device__ inline float InSignificand(const uint32_t (&words)[kBits], int k, int i, uint32_t significand) {
+  const uint32_t word = words[WordOf(kBits, k, i)];
+  const uint32_t mask = ((1u << kBits) - 1u) << PlaceOf(kBits, k, i);
+  return Float(((IsUpper(kBits, k, i) ? word >> kUpperCodes : word) & mask) | significand);
 }
 
 // The bits of the code must be 0 in its word before the call.

@@ -13,9 +13,31 @@ struct Fp8 {
   static constexpr int kBits = 8;
   static constexpr ScaleType kScale = ScaleType::BYTE;
   static constexpr bool kDenormals = false;
+  static constexpr float kStart = 0.0f;
 
   __device__ static float Decode(uint32_t code, uint32_t scale) {
     return Flush(Multiply(FromE4m3(code), FromE4m3ScaleByte(scale)));
+  }
+
+  __device__ static bool IsQuick(const uint32_t (&words)[kBits], uint32_t scale) {
+    bool nan = false;
+#pragma unroll
+    for (int k = 0; k < kBits && !kE4m3HalvesHaveNan; ++k) nan |= HasE4m3Nan(words[k]);
+    return !nan && (scale == 0 || IsModerate(scale << 23));
+  }
+
+  __device__ static void AddQuickly(const uint32_t (&words)[kBits], uint32_t scale, const Layout&, Tile& sum) {
+    const float unit = Multiply(Float(scale << 23), 1.0f / kE4m3Halves);
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {
+      const uint32_t word = words[WordOf(kBits, k, 0)];
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t halves = E4m3ToHalves(i == 0 ? word : word >> 16);
+        sum[k][i] = AddProduct(sum[k][i], FromHalf(halves & 0xFFFFu), unit);
+        sum[k][i + 1] = AddProduct(sum[k][i + 1], FromHalf(halves >> 16), unit);
+      }
+    }
   }
 
   template <bool kStochastic, typename Params>

@@ -14,6 +14,7 @@ struct Integers {
   static constexpr int kBits = kCodeBits;
   static constexpr ScaleType kScale = ScaleType::FLOAT;
   static constexpr bool kDenormals = false;
+  static constexpr float kStart = -0.0f;
   static constexpr int32_t kQ = (1 << (kBits - 1)) - 1;  // the largest integer
   // The offset from a signed integer to its code, and a word of codes for 0.
   static constexpr uint32_t kOffset = kBits == 4 ? 8u : kBits == 2 ? 2u : 0u;
@@ -26,6 +27,25 @@ struct Integers {
     const uint32_t shifted = kBits == 8 ? code ^ 0x80u : code;
     const float offset = 8388608.0f + static_cast<float>(kBits == 8 ? 128u : kOffset);
     return Multiply(Subtract(Float(0x4B000000u | shifted), offset), Float(scale));
+  }
+
+  __device__ static bool IsQuick(const uint32_t (&)[kBits], uint32_t scale) { return scale == 0 || IsModerate(scale); }
+
+  __device__ static void AddQuickly(const uint32_t (&words)[kBits], uint32_t scale, const Layout& layout, Tile& sum) {
+    constexpr uint32_t kFlip = kBits == 8 ? 0x80808080u : 0u;  // from two's complement to an offset
+    constexpr uint32_t kShift = kBits == 8 ? 128u : kOffset;
+    uint32_t shifted[kBits];
+#pragma unroll
+    for (int k = 0; k < kBits; ++k) shifted[k] = words[k] ^ kFlip;
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float unit = static_cast<float>(1u << PlaceOf(kBits, k, i));
+        const float integer = Subtract(InSignificand(shifted, k, i, layout.significand), 8388608.0f + kShift * unit);
+        sum[k][i] = AddProduct(sum[k][i], integer, Multiply(Float(scale), 1.0f / unit));
+      }
+    }
   }
 
   template <bool kStochastic, typename Params>

@@ -41,6 +41,7 @@ inline Layout MakeLayout(const tfpar_codec& codec, int64_t n) {
   layout.block_bytes = static_cast<int32_t>(tfpar::CodeBytes(codec));
   layout.scale_bytes = static_cast<int32_t>(tfpar::ScaleBytes(codec));
   layout.keep = codec.keep;
+  layout.significand = 0x4B000000u;
   return layout;
 }
 

@@ -22,6 +22,9 @@ struct Layout {
   int32_t block_bytes;  // bytes of codes per block
   int32_t scale_bytes;
   int32_t keep;
+  // The bits of 2^23. Not a constant, as the instruction that takes a code out of a word and puts it into a significand
+  // has room for one only.
+  uint32_t significand;
 };
 
 __device__ inline const uint8_t* BlockCodes(const uint8_t* payload, const Layout& layout, int64_t block) {

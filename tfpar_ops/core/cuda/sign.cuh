@@ -13,10 +13,29 @@ struct Sign {
   static constexpr int kBits = 1;
   static constexpr ScaleType kScale = ScaleType::FLOAT;
   static constexpr bool kDenormals = false;
+  static constexpr float kStart = -0.0f;
 
   __device__ static float Decode(uint32_t code, uint32_t scale) {
     const uint32_t sign = Float(scale) == 0.0f ? 0u : code << 31;
     return Float(scale ^ sign);
+  }
+
+  __device__ static bool IsQuick(const uint32_t (&)[kBits], uint32_t scale) { return IsModerate(scale); }
+
+  __device__ static void AddQuickly(const uint32_t (&words)[kBits], uint32_t scale, const Layout& layout, Tile& sum) {
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (PlaceOf(kBits, k, i) == 0) {  // no place for half a code below it
+          sum[k][i] = Add(sum[k][i], Decode(GetCode(words, k, i), scale));
+          continue;
+        }
+        const float unit = static_cast<float>(1u << PlaceOf(kBits, k, i));
+        const float half = Subtract(InSignificand(words, k, i, layout.significand), 8388608.0f + 0.5f * unit);
+        sum[k][i] = AddProduct(sum[k][i], half, Multiply(Float(scale), -2.0f / unit));
+      }
+    }
   }
 
   template <bool kStochastic, typename Params>

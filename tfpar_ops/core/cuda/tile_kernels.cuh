@@ -30,33 +30,44 @@ struct EncodeParams {
 };
 
 // Adds up this thread's elements of all payloads. Loads several payloads before it uses the first, to keep more loads
-// in flight.
-template <class Format>
+// in flight. kQuickly: by the format's AddQuickly, where it has one.
+template <class Format, bool kQuickly>
 __device__ inline void SumPeers(const Peers& peers, const Layout& layout, const Place& place, Tile& sum) {
   constexpr int kWords = Format::kBits;
   constexpr bool kOneByte = Format::kScale == ScaleType::BYTE;
   constexpr int kAtOnce = kWords >= 16 ? 1 : kWords >= 8 ? 2 : 4;
   // -0 + d = d: the sum of one payload is that payload, signs of zeros included. Only a denormal would be lost; no
   // encoder writes one, but bf16 codes can express it.
-  const float start = peers.count > 0 ? -0.0f : 0.0f;
+  constexpr bool kQuick = kQuickly && kHasQuickSum<Format>;
+  float start = -0.0f;
+  if constexpr (kQuick) start = Format::kStart;
+  const int count = place.block < layout.blocks ? peers.count : 0;
+  if (count == 0) start = 0.0f;
 #pragma unroll
   for (int k = 0; k < kTileQuads; ++k) sum[k][0] = sum[k][1] = sum[k][2] = sum[k][3] = start;
-  if (place.block >= layout.blocks) return;
 
-  for (int first = 0; first < peers.count; first += kAtOnce) {
+  // Ends after one round if there is no payload. A loop that is entered in any case initialises the sum only once.
+  int first = 0;
+  do {
     uint32_t words[kAtOnce][kWords];
     uint32_t scale[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j >= peers.count) break;
+      if (first + j >= count) break;
       const uint8_t* payload = peers.payload[first + j];
       scale[j] = Format::kScale == ScaleType::NONE ? 0 : LoadScale<kOneByte>(payload, layout, place.block);
       LoadWords(BlockCodes(payload, layout, place.block), place, words[j]);
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      if (first + j >= peers.count) break;
+      if (first + j >= count) break;
       const uint32_t bits = ScaleBits<kOneByte>(scale[j], layout);
+      if constexpr (kQuick) {
+        if (Format::IsQuick(words[j], bits)) {
+          Format::AddQuickly(words[j], bits, layout, sum);
+          continue;
+        }
+      }
 #pragma unroll
       for (int k = 0; k < kTileQuads; ++k) {
 #pragma unroll
@@ -66,18 +77,19 @@ __device__ inline void SumPeers(const Peers& peers, const Layout& layout, const 
         }
       }
     }
-  }
+    first += kAtOnce;
+  } while (first < count);
 }
 
 // The scaled sum; NaN if the header of a payload does not match. All threads of the thread block call this.
-template <class Format>
+template <class Format, bool kQuickly = true>
 __device__ inline void DecodeSum(const Peers& peers, const Layout& layout, const Place& place, int64_t tile,
                                  Tile& sum) {
   static_assert(kTileThreads >= TFPAR_CUDA_MAX_PEERS, "thread i looks at header i");
   // The load starts here; its result is needed after the sum.
   const tfpar::Header header = LoadHeader(peers, layout, static_cast<int>(threadIdx.x));
   const float wanted_factor = Factor(peers);
-  SumPeers<Format>(peers, layout, place, sum);
+  SumPeers<Format, kQuickly>(peers, layout, place, sum);
   const bool foreign = __syncthreads_or(IsForeign(header, layout));
   if (foreign && tile == 0) ReportInvalid(peers);
   const float factor = foreign ? Nan() : wanted_factor;
@@ -97,7 +109,9 @@ __device__ inline void LoadSource(const Parts& parts, const Layout&, const Place
 
 template <class Format>
 __device__ inline void LoadSource(const Peers& peers, const Layout& layout, const Place& place, int64_t tile, Tile& x) {
-  DecodeSum<Format>(peers, layout, place, tile, x);
+  // Here the residual is in registers too. On an H200, the quick sum of codes narrower than a byte then was the slower
+  // one: by 9 % for int4 with stochastic rounding, 4 % for sign (docs/benchmarks/codecs.md).
+  DecodeSum<Format, Format::kBits == 8>(peers, layout, place, tile, x);
   if (place.span.IsWhole()) return;
 #pragma unroll
   for (int k = 0; k < kTileQuads; ++k) {
