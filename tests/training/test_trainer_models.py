@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tfpar
 from tests.training.trainers import CLASSES, model, source, trainer_of
+from tfpar import inputs, models
 from tfpar.config import ConfigError, ExperimentConfig
 
 import keras
@@ -183,3 +184,15 @@ def test_frozen_weights_keep_their_bits_and_do_not_travel():
 def test_padding_that_keras_normalisation_counts_is_said(builder, examples, warned, capsys):
     trainer_of(builder, accumulate_steps=2).fit(source(examples), steps=1)
     assert ("BatchNormalization (batch_normalization) counts the padding" in capsys.readouterr().out) == warned
+
+
+def test_accumulation_of_a_model_for_which_tensorflow_would_save_memory():
+    # Estimated at more than 205 MB; see `tfpar.parallel.graph_passes`.
+    config = ExperimentConfig.from_flat_dict({"dataset": "synthetic:tokens:512", "sequence_length": 128})
+    data, _ = inputs.build_splits(config.input, 0)
+
+    def builder() -> keras.Model:
+        return models.build("transformer_lm_tiny", tfpar.task_spec(data), width=256, depth=5)
+
+    trainer = trainer_of(builder, global_batch_size=4, accumulate_steps=2)
+    assert np.isfinite(trainer.fit(data, steps=2).history["loss"]).all()

@@ -16,6 +16,7 @@ from typing import Any
 from tfpar.cluster import failure, port_filter
 from tfpar.collectives import gloo_mesh
 from tfpar.config import ConfigError
+from tfpar.parallel import graph_passes
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
 from tfpar.process.logs import NOTE
@@ -72,6 +73,7 @@ def build(topology: Topology) -> Runtime:
     Raises:
       ConfigError: The TPU cannot be reached, or TensorFlow was initialised too early for the devices.
     """
+    graph_passes.leave_sums_whole()
     if topology.name == "tpu":
         return _build_tpu(topology)
     if running := [runtime for asked, runtime in _running if topology in (asked, runtime.topology)]:
