@@ -117,7 +117,9 @@ class TransformerBlock(keras.layers.Layer):
         positions = qkv.shape[1]  # more than the inputs have where positions are divided over devices
         own = qkv.shape[-1] // 3  # less than `width` where heads are divided over devices
         qkv = ops.reshape(qkv, (-1, positions, 3, own * self.heads // width, width // self.heads))
-        x = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=self.causal)
+        # The gradient of `unstack` writes each element once; those of three slices write three tensors, mostly zeros.
+        query, key, value = ops.unstack(qkv, num=3, axis=2)
+        x = attention(query, key, value, causal=self.causal)
         x = self.attention_out(ops.reshape(x, (-1, positions, own)))
         if self.attention_dropout is not None:
             x = self.attention_dropout(x, training=training)
