@@ -11,6 +11,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.training.pipeline import powers
 from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
 
 import keras
@@ -163,7 +164,8 @@ class StageProgram:
         masks = [next(rest) if has_mask else None for has_mask in self._has_mask]
         inner = _StageScope({id(variable): next(rest) for variable in self._variables})
         weights = next(rest) if self._has_example_weights else None
-        made = self._stage_results(given, masks, weights, inner)
+        with powers.constant_exponents():
+            made = self._stage_results(given, masks, weights, inner)
         masks_made = [keras_internals.mask_of(value) for value in made]
         self._masks_made = [mask is not None for mask in masks_made]
         self._updated = [variable for variable, _ in inner.updates.values()]
