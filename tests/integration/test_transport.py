@@ -123,7 +123,7 @@ def test_training_over_both_transports_gives_the_same_weights(tmp_path):
 
 
 def test_workers_with_different_transports_are_told_so():
-    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "gloo", "tensorflow")
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", "gloo", "tensorflow")
     said = result.stdout + result.stderr
     assert re.search(r"\[worker 0\] error: --transport: worker 0 has gloo, worker 1 has tensorflow\. Give all", said), (
         said
@@ -142,7 +142,7 @@ def test_workers_with_different_transports_are_told_so():
 def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
     # Worker 1 connects to worker 0, so a firewall before worker 0 is in the way.
     wishes = [f"auto:{obstacle}", "auto"] if obstacle == "firewall" else ["auto", f"auto:{obstacle}"]
-    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", *wishes)
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", *wishes)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said
     group = {"gloo": "GlooGroup", "tensorflow": "TensorFlowGroup"}[chosen]
@@ -151,6 +151,13 @@ def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
     reduction = {"gloo": "TfparAllReduce", "tensorflow": "CollectiveReduceV2"}[chosen]
     assert said.count(f"sums [[3.0], [6.0]] ['{reduction}']") == 2, said
     assert ("so data travels over TensorFlow's runtime" in said) == (obstacle in ("address", "firewall"))
+
+
+def test_a_pipeline_over_workers_must_know_its_transport_before_it_starts():
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "data:1,pipeline:2", "auto", "auto:library")
+    said = result.stdout + result.stderr
+    assert "[worker 0] error: --transport=auto: not all workers can use the native transport (worker 1: it was" in said
+    assert "must know before it starts. Pass --transport=tensorflow." in said, said
 
 
 def test_workers_choose_gloo_only_where_all_can():

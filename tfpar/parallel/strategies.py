@@ -187,9 +187,9 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     devices = _replica_devices(topology)
     assert topology.cluster is not None
-    if topology.pipeline_devices > 1 and topology.replica_workers > 1:
+    if topology.pipeline_devices > 1 and topology.replica_workers > 1 and not _expects_gloo(topology):
         # A message that has not been received yet occupies a thread (TensorFlow 2.21); by default there is one thread
-        # per core.
+        # per core. 16 threads on one core take 14 % more of it than one does.
         threads = max(_MESSAGE_THREADS, tf.config.threading.get_inter_op_parallelism_threads())
         tf.config.threading.set_inter_op_parallelism_threads(threads)
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
@@ -207,6 +207,10 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     return strategy
 
 
+def _expects_gloo(topology: Topology) -> bool:
+    return topology.transport == "gloo" or (topology.transport == "auto" and not topology.transport_reason)
+
+
 def _with_transport(topology: Topology) -> Topology:
     """Starts the transport of data between the workers, in addition to the collectives of the strategy."""
     if topology.name != "multi_worker" or topology.workers == 1 or topology.cluster is None:
@@ -218,6 +222,12 @@ def _with_transport(topology: Topology) -> Topology:
         peer_timeout=topology.peer_timeout,
         start_timeout=topology.start_timeout,
     )
+    between_stages = topology.pipeline_devices > 1 and topology.replica_workers > 1
+    if between_stages and choice.transport == "tensorflow" and _expects_gloo(topology):
+        raise ConfigError(
+            f"--transport=auto: not all workers can use the native transport ({choice.reason}), which a pipeline over "
+            "workers must know before it starts. Pass --transport=tensorflow."
+        )
     return dataclasses.replace(topology, transport=choice.transport, transport_reason=choice.reason)
 
 

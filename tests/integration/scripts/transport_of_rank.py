@@ -1,4 +1,5 @@
-"""One worker of tests/integration/test_transport.py, with a transport of its own: transport_of_rank.py TRANSPORT...
+"""One worker of tests/integration/test_transport.py, with a transport of its own:
+transport_of_rank.py MESH TRANSPORT...
 
 Of TRANSPORT:WHAT, WHAT is in this worker's way: `firewall` (the others cannot reach its port), `library` (it has none),
 or `address` (it cannot listen on its own).
@@ -33,7 +34,7 @@ def sum_and_gradient():
 
 
 info = cluster.current()
-transport, _, obstacle = sys.argv[1 + info.worker_rank].partition(":")
+transport, _, obstacle = sys.argv[2 + info.worker_rank].partition(":")
 gloo_mesh._CONNECT_S = 3.0
 if obstacle == "library":
     gloo_mesh.why_unusable = lambda: "it was built without Gloo. Install it."
@@ -44,7 +45,7 @@ elif obstacle == "address":
     transport_library.TransportLibrary.listen = lambda library, rank, names, host, *rest: listen(
         library, rank, names, "192.0.2.1", *rest
     )
-config = StrategyConfig(strategy="multi_worker", transport=transport, start_timeout=60.0)
+config = StrategyConfig(strategy="multi_worker", mesh=sys.argv[1], transport=transport, start_timeout=60.0)
 try:
     runtime = strategies.build(choose_topology(config, info))
     topology = runtime.topology
