@@ -43,6 +43,7 @@ LENGTH = absl_flags.DEFINE_integer("sequence_length", 128, "Tokens of an example
 STAGES = absl_flags.DEFINE_integer("stages", 2, "Stages, each on a worker.", lower_bound=2)
 MICRO_BATCHES = absl_flags.DEFINE_integer("micro_batches", 8, "Micro-batches of a step.", lower_bound=1)
 JIT = absl_flags.DEFINE_string("jit_compile", "auto", "As in the experiments.")
+SCHEDULE = absl_flags.DEFINE_string("pipeline_schedule", "1f1b", "As in the experiments.")
 TRANSPORT = absl_flags.DEFINE_string("transport", "auto", "As in the experiments.")
 STEPS = absl_flags.DEFINE_integer("measured_steps", 12, "Steps of a run; the first three do not count.", lower_bound=4)
 TURNS = absl_flags.DEFINE_integer("turns", 3, "Runs of each side.", lower_bound=1)
@@ -80,7 +81,11 @@ def on_workers(workers: int) -> float:
         "jit_compile": JIT.value,
         "steps_per_loop": 1,
         "transport": TRANSPORT.value if workers > 1 else "auto",
-        **({"mesh": f"pipeline:{workers}"} if workers > 1 else {"strategy": "one_device"}),
+        **(
+            {"mesh": f"pipeline:{workers}", "pipeline_schedule": SCHEDULE.value}
+            if workers > 1
+            else {"strategy": "one_device"}
+        ),
     }
     launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", "--"] if workers > 1 else [sys.executable]
     command = [*launcher, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]

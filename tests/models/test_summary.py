@@ -8,6 +8,7 @@ import time
 from tfpar import models
 from tfpar.config import ConfigError
 from tfpar.models import TaskSpec, peak
+from tfpar.process.cores import cores
 
 import keras
 import pytest
@@ -136,7 +137,7 @@ def test_the_summary_is_formatted_as_text() -> None:
 def test_the_source_of_a_cpu_figure_is_a_measurement() -> None:
     found = models.peak_flops("float32")
     assert found.flops > 1e8
-    assert found.threads == peak.cores()
+    assert found.threads == cores()
     assert "measured" in found.source
 
 
@@ -167,7 +168,7 @@ def test_the_measurement_uses_the_threads_set_by_the_launcher(
     monkeypatch: pytest.MonkeyPatch, given: str, expected: int | None
 ) -> None:
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", given)
-    assert models.peak_flops("float32").threads == (expected or peak.cores())
+    assert models.peak_flops("float32").threads == (expected or cores())
 
 
 def test_an_unknown_precision_is_refused() -> None:

@@ -215,4 +215,6 @@ def test_micro_batches_in_flight():
     """As many as it takes to come back, with 1F1B; the last stage turns round at once."""
     assert [micro_batches_in_flight(stage, 4, 4, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
     assert [micro_batches_in_flight(stage, 4, 2, "1f1b") for stage in range(4)] == [3, 3, 2, 2]
+    assert [micro_batches_in_flight(stage, 4, 4, "eager_1f1b") for stage in range(4)] == [7, 5, 3, 1]
+    assert [micro_batches_in_flight(stage, 4, 2, "eager_1f1b") for stage in range(4)] == [5, 4, 3, 2]
     assert micro_batches_in_flight(0, 4, 4, "gpipe") is None

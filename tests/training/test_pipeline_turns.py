@@ -7,7 +7,7 @@ from tfpar.training.pipeline.between_workers import BACKWARD, FORWARD, turns
 import pytest
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe"])
 @pytest.mark.parametrize("workers", [2, 3, 4, 7])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 9])
 def test_no_two_workers_wait_for_each_other(workers, micro_batches, schedule):
@@ -42,4 +42,9 @@ def test_1f1b_keeps_as_many_micro_batches_as_workers_follow():
             ahead += 1 if turn == FORWARD else -1
             most = max(most, ahead)
         assert most == 4 - place
+    assert turns(1, 3, 9, "eager_1f1b")[:5] == [
+        *((FORWARD, number) for number in range(3)),
+        (BACKWARD, 0),
+        (FORWARD, 3),
+    ]
     assert [turn for turn, _ in turns(1, 4, 3, "gpipe")] == [FORWARD] * 3 + [BACKWARD] * 3

@@ -111,9 +111,10 @@ class TrainerOptions(TypedDict, total=False):
     """Stages of a pipeline that each device holds, assigned to devices in turn (interleaved schedule): the pipeline
     fills and empties faster, but sends more tensors."""
 
-    pipeline_schedule: Literal["1f1b", "gpipe"]
+    pipeline_schedule: Literal["1f1b", "eager_1f1b", "gpipe"]
     """When a pipeline starts a micro-batch: 1f1b starts as many as keep all stages busy, and each further one when the
-    backward pass of another is done; gpipe starts all at once, and keeps the activations of all."""
+    backward pass of another is done; eager_1f1b starts up to twice as many, so that stages do not wait for tensors on
+    the way; gpipe starts all at once, and keeps the activations of all."""
 
     tpu: str
     """Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM."""

@@ -30,6 +30,7 @@ from tfpar.config import ConfigError
 from tfpar.doctor.checks import FAIL, OK, WARN, Check, check_tensorflow
 from tfpar.doctor.probe import Probe
 from tfpar.process.activity import activity
+from tfpar.process.cores import cores
 from tfpar.process.memory import main_memory
 
 _SHOWN_VARIABLES = (
@@ -56,7 +57,7 @@ def check_python() -> Check:
 
 def check_cpu() -> Check:
     """Model, usable cores and vector instructions."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = cores()
     facts: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -31,6 +31,7 @@ from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
 from tfpar.launch.parser import Parser
 from tfpar.launch.supervisor import Command, Process, Supervisor
+from tfpar.process.cores import cores
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, USAGE_ERROR
 
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
@@ -260,7 +261,7 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
     addresses = {job: tuple(f"127.0.0.1:{next(ports)}" for _ in range(count)) for job, count in options.jobs.items()}
     # Every process would take all cores for itself. TensorFlow 2.21 reads this variable where the program sets no
     # number of threads (measured: it sizes the pool of each CPU device, which XLA's kernels run on too).
-    threads = max(1, _cores() // sum(options.jobs.values()))
+    threads = max(1, cores() // sum(options.jobs.values()))
     shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ}
     made = []
     for job, tasks in addresses.items():
@@ -274,10 +275,6 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
                 Command(label=label, arguments=arguments, environ=own, log=options.log(label), live=info.is_chief)
             )
     return made
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_ports(count: int) -> list[int]:

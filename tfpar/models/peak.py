@@ -11,6 +11,7 @@ import re
 import time
 
 from tfpar.config import PRECISIONS, unknown_name
+from tfpar.process.cores import cores
 
 import tensorflow as tf
 
@@ -114,11 +115,6 @@ def peak_flops(precision: str) -> PeakFlops:
     name = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU"))
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
     return lookup_gpu(name, dtype, tf32) or _measure("/GPU:0", name, dtype, threads=0)
-
-
-def cores() -> int:
-    """Returns the number of cores of this host that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads() -> int:

@@ -19,6 +19,7 @@ from tfpar.config import ConfigError
 from tfpar.parallel import graph_passes
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
+from tfpar.process.cores import cores
 from tfpar.process.logs import NOTE
 
 import tensorflow as tf
@@ -31,6 +32,7 @@ _TOO_LATE = re.compile("after being initialized|at program startup|already confi
 
 _TPU_CONNECT_S = 20.0
 _MESSAGE_THREADS = 16
+_FEW_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,11 +189,13 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     devices = _replica_devices(topology)
     assert topology.cluster is not None
-    if topology.pipeline_devices > 1 and topology.replica_workers > 1 and not _expects_gloo(topology):
-        # A message that has not been received yet occupies a thread (TensorFlow 2.21); by default there is one thread
-        # per core. 16 threads on one core take 14 % more of it than one does.
-        threads = max(_MESSAGE_THREADS, tf.config.threading.get_inter_op_parallelism_threads())
-        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    if topology.pipeline_devices > 1 and topology.replica_workers > 1:
+        # By default there is one thread per core (TensorFlow 2.21). A message over TensorFlow's transport occupies one
+        # until it is received. Over Gloo it does not, but a single thread may begin the next pass before it sends. More
+        # threads are slower: 16 on one core take 14 % more of it than one does.
+        least = _FEW_THREADS if _expects_gloo(topology) else _MESSAGE_THREADS
+        threads = tf.config.threading.get_inter_op_parallelism_threads() or cores()
+        tf.config.threading.set_inter_op_parallelism_threads(max(least, threads))
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
     with failure.connecting(topology.cluster, topology.start_timeout):
         # TensorFlow 2.21 uses NCCL only if it is named; otherwise it reduces the gradients of GPUs through gRPC.

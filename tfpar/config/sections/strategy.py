@@ -78,8 +78,9 @@ class StrategyConfig(ConfigBase):
     pipeline_schedule: str = option(
         "1f1b",
         "When a pipeline starts a micro-batch: 1f1b starts as many as keep all stages busy, and each further one when "
-        "the backward pass of another is done; gpipe starts all at once, and keeps the activations of all.",
-        choices=("1f1b", "gpipe"),
+        "the backward pass of another is done; eager_1f1b starts up to twice as many, so that stages do not wait for "
+        "tensors on the way; gpipe starts all at once, and keeps the activations of all.",
+        choices=("1f1b", "eager_1f1b", "gpipe"),
         may_change_on_resume=True,
     )
     tpu: str = option(

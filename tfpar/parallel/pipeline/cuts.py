@@ -14,6 +14,7 @@ _SLACK = 1.1
 _SIZE_SLACK = 1.02  # the same factor on the size of its weights, if these are balanced first
 
 GPIPE = "gpipe"
+EAGER = "eager_1f1b"
 BY_WEIGHTS = "weights"  # the value of --stage_balance that balances the size of the weights
 
 
@@ -161,15 +162,18 @@ def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str)
     """Returns how many micro-batches a stage starts before the first one's backward pass must be done; None: no limit.
 
     With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), that is the number that keeps the stage busy: a
-    micro-batch returns to a stage after it has passed through the later stages twice, forward and backward.
+    micro-batch returns to a stage after it has passed through the later stages twice, forward and backward. With eager
+    1F1B (Zhuang et al. 2022, arXiv:2211.05322), it is one more for each later stage: tensors may then take as long to
+    reach the next stage as a stage takes to compute.
 
     Args:
       stage: Number of the stage, from 0.
       stages: Number of stages.
       places: Number of devices, to which stages are assigned in turn.
-      schedule: `1f1b` or `gpipe`.
+      schedule: `1f1b`, `eager_1f1b` or `gpipe`.
     """
     if schedule == GPIPE:
         return None
     per_device = stages // places
-    return math.ceil((stages - stage) / per_device) + (per_device > 1)
+    limit = math.ceil((stages - stage) / per_device) + (per_device > 1)
+    return limit + math.ceil((stages - stage - 1) / per_device) if schedule == EAGER else limit

@@ -41,7 +41,7 @@ def memory_of(
       examples: Number of examples in a micro-batch on a replica.
       state_per_weight: Bytes of the optimizer's state per float32 weight.
       remembers: Whether the exchange has residuals.
-      schedule: Schedule of a pipeline, `1f1b` or `gpipe`.
+      schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
       compiled: Whether XLA compiles passes.
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)

@@ -35,7 +35,7 @@ class Question:
       exchanges: Exchanges to consider.
       micro_batches: Number of micro-batches; 0 lets the search choose it.
       meshes: Required sizes of the mesh, by axis.
-      schedule: Schedule of a pipeline, `1f1b` or `gpipe`.
+      schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
       stages_per_device: Number of stages per device of a pipeline.
       stage_balance: The quantity that stages share equally, a value of `--stage_balance`.
       compiled: Whether XLA compiles passes where it can.

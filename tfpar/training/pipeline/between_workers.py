@@ -17,7 +17,7 @@ from typing import Any
 from tfpar.collectives.tensorflow import Channel
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.pipeline.cuts import GPIPE
+from tfpar.parallel.pipeline.cuts import micro_batches_in_flight
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import shape_of
 from tfpar.parallel.topology import Topology
@@ -39,15 +39,16 @@ def turns(place: int, workers: int, micro_batches: int, schedule: str) -> list[t
     """The order in which a worker runs its passes: `(FORWARD or BACKWARD, number of the micro-batch)`.
 
     1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): one forward pass, and one more for each later worker;
-    then backward and forward alternately. GPipe (Huang et al. 2019, arXiv:1811.06965): all forward passes first.
+    then backward and forward alternately. Eager 1F1B (Zhuang et al. 2022, arXiv:2211.05322): two more for each later
+    worker. GPipe (Huang et al. 2019, arXiv:1811.06965): all forward passes first.
 
     Args:
       place: Place of the worker in the pipeline, from 0.
       workers: Workers of the pipeline.
       micro_batches: Micro-batches of a step.
-      schedule: `1f1b` or `gpipe`.
+      schedule: `1f1b`, `eager_1f1b` or `gpipe`.
     """
-    ahead = micro_batches if schedule == GPIPE else min(micro_batches, workers - place)
+    ahead = min(micro_batches_in_flight(place, workers, workers, schedule) or micro_batches, micro_batches)
     order = [(FORWARD, number) for number in range(ahead)]
     for number in range(micro_batches):
         order.append((BACKWARD, number))

@@ -60,7 +60,7 @@ class Pipeline:
       model: A built functional model.
       stages: Its stages, in order.
       devices: Their devices.
-      schedule: `1f1b` or `gpipe`.
+      schedule: `1f1b`, `eager_1f1b` or `gpipe`.
       recompute: Whether the backward pass of a stage calls the stage again, so that only tensors at the cuts are kept.
       axis: If layers are divided as well, the devices that divide them.
       worker: If the pipeline spans several workers, this worker.

@@ -9,8 +9,9 @@ import subprocess
 from pathlib import Path
 
 from tfpar.collectives.cost_model import Link
-from tfpar.models.peak import cores, peak_flops
+from tfpar.models.peak import peak_flops
 from tfpar.parallel.planner.machine import Machine
+from tfpar.process.cores import cores
 from tfpar.training.planning.measuring import Measured
 
 # The share of a GPU's data-sheet rate that training steps of large models reach.
