@@ -40,7 +40,8 @@ WORKLOADS = flags.DEFINE_multi_enum(
 EXCHANGES = flags.DEFINE_string(
     "exchanges",
     "none int8 int4",
-    "Exchanges of tfpar, divided by blanks; int4@segments=4 with --jit_segments=4, or auto.",
+    "Exchanges of tfpar, divided by blanks, each with other options behind @: int4@jit_segments=4, "
+    "none@mesh=pipeline:4@accumulate_steps=4.",
 )
 TARGET = flags.DEFINE_float("target", 0.98, "Held-out accuracy to reach.", lower_bound=0.0, upper_bound=1.0)
 EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 11, "Steps between evaluations.", lower_bound=1)

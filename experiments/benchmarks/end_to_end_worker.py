@@ -162,8 +162,8 @@ def tensorflow_contender(workload: Workload, seed: int, jit_compile: bool) -> Co
 
 
 def _tfpar(contender: str, workload: Workload, seed: int, jit_compile: bool) -> Contender:
-    """`tfpar.Trainer` with this exchange, and after `@segments=` so many XLA programs, or `auto`."""
-    exchange, _, segments = contender.partition("@segments=")
+    """`tfpar.Trainer` with this exchange, and the options that follow it, each after an `@`."""
+    exchange, *others = contender.split("@")
     config = ExperimentConfig.from_flat_dict(
         {
             **workload.data,
@@ -171,12 +171,15 @@ def _tfpar(contender: str, workload: Workload, seed: int, jit_compile: bool) -> 
             "strategy": "multi_worker",
             "exchange": exchange,
             "jit_compile": str(jit_compile).lower(),
-            "jit_segments": "auto" if segments == "auto" else int(segments or 1),
             "optimizer": "adam",
             "learning_rate": workload.learning_rate,
             "schedule": "constant",
             "steps": 1 << 20,  # as many as are asked for
             "seed": seed,
+            **{
+                name: int(value) if value.isdigit() else value
+                for name, _, value in (each.partition("=") for each in others)
+            },
         }
     )
     train, held_out = inputs.build_splits(config.input, seed)

@@ -15,6 +15,7 @@ from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunOutcome
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
+from tfpar.process.memory import return_freed_memory
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.history import EpochHistory, FitResult
@@ -219,6 +220,7 @@ class Run:
             if state.best_step == state.step:
                 context.files.save(state)
         self._loop.close()
+        return_freed_memory()  # of the steps; comparing and writing gather whole weights
         with activity("comparing the replicas and writing the last checkpoint", shown=context.program.reports):
             digest = self._loop.params_sha256()
             context.files.close()
