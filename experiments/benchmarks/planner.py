@@ -13,9 +13,11 @@ other programs, they say little.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -37,11 +39,14 @@ from absl import flags as absl_flags
 
 _MODELS = ("mlp:digits:64", "transformer_lm_tiny:text:16", "vit:synthetic:32x32x3:16")
 _SHAPES = ("1x2", "1x4", "2x1", "4x1")
+_SETTLED = 3  # steps before those that count
 
 flags.define(sections=[])
 CASES = absl_flags.DEFINE_list("cases", [f"{m}:{s}" for m in _MODELS for s in _SHAPES], "Cases, see above.")
 MOST = absl_flags.DEFINE_integer("most_plans", 0, "Plans that run, the best predicted; 0: all.", lower_bound=0)
-STEPS = absl_flags.DEFINE_integer("measured_steps", 4, "Steps of a turn, after the first.", lower_bound=1)
+STEPS = absl_flags.DEFINE_integer(
+    "measured_steps", 4, "Steps of a turn that count, of which the median is taken.", lower_bound=1
+)
 TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each plan.", lower_bound=1)
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
@@ -55,7 +60,8 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
 
-    config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": 1, "verbose": 0})
+    steps = _SETTLED + STEPS.value
+    config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": steps, "steps_per_loop": 1, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
     before = resident()
@@ -65,10 +71,9 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         config=config,
         runtime=runtime,
     )
-    trainer.fit(source, steps=1)
-    began = time.perf_counter()
-    trainer.fit(source, steps=STEPS.value)
-    seconds = (time.perf_counter() - began) / STEPS.value
+    ends: list[float] = []
+    trainer.fit(source, hooks=[tfpar.Hook(1, lambda state: ends.append(time.perf_counter()))])
+    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(ends[_SETTLED - 1 :]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "memory": (peak - before) / runtime.topology.local_devices}
 
