@@ -1,7 +1,9 @@
-"""tfpar's training step as benchmarks drive it: without evaluation, checkpoints and reports around it."""
+"""tfpar's training step as benchmarks drive and time it."""
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +37,21 @@ class FrameworkLoop:
         self._scale = result.loss_scale
         self._done += steps
         return float(result.loss[-1])
+
+
+SETTLED = 3  # steps of a run that `median_step_seconds` leaves out
+
+
+def median_step_seconds(trainer: tfpar.Trainer, source: inputs.Source) -> float:
+    """Trains as `Trainer.fit` does, stopping after every step; the median seconds of a step.
+
+    Args:
+      trainer: For more than `SETTLED` steps, with `steps_per_loop=1`.
+      source: Training examples.
+    """
+    ends: list[float] = []
+    trainer.fit(source, hooks=[tfpar.Hook(1, lambda state: ends.append(time.perf_counter()))])
+    return statistics.median(end - begin for begin, end in itertools.pairwise(ends[SETTLED - 1 :]))
 
 
 def take_turns(

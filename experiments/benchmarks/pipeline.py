@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,11 @@ if any(argument.startswith("--child") for argument in sys.argv):
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[_rank]})
 
 import tfpar
+from experiments.benchmarks.loops import SETTLED, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
+from tfpar.process.cores import cores
 
 from absl import flags as absl_flags
 
@@ -45,10 +45,11 @@ MICRO_BATCHES = absl_flags.DEFINE_integer("micro_batches", 8, "Micro-batches of 
 JIT = absl_flags.DEFINE_string("jit_compile", "auto", "As in the experiments.")
 SCHEDULE = absl_flags.DEFINE_string("pipeline_schedule", "1f1b", "As in the experiments.")
 TRANSPORT = absl_flags.DEFINE_string("transport", "auto", "As in the experiments.")
-STEPS = absl_flags.DEFINE_integer("measured_steps", 12, "Steps of a run; the first three do not count.", lower_bound=4)
+STEPS = absl_flags.DEFINE_integer(
+    "measured_steps", 12, f"Steps of a run; the first {SETTLED} do not count.", lower_bound=SETTLED + 1
+)
 TURNS = absl_flags.DEFINE_integer("turns", 3, "Runs of each side.", lower_bound=1)
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
-_SETTLED = 3  # steps
 
 
 def step_seconds(options: dict[str, Any]) -> float:
@@ -64,9 +65,7 @@ def step_seconds(options: dict[str, Any]) -> float:
         config=config,
         runtime=runtime,
     )
-    ends: list[float] = []
-    trainer.fit(source, hooks=[tfpar.Hook(1, lambda state: ends.append(time.perf_counter()))])
-    return statistics.median(end - begin for begin, end in zip(ends[_SETTLED:], ends[_SETTLED + 1 :], strict=False))
+    return median_step_seconds(trainer, source)
 
 
 def on_workers(workers: int) -> float:
@@ -101,9 +100,8 @@ def main(_: list[str]) -> None:
     if CHILD.value:
         print(f"seconds {step_seconds(json.loads(CHILD.value)):.6f}", flush=True)
         return
-    cores = len(os.sched_getaffinity(0))
-    if cores < STAGES.value:
-        raise tfpar.ConfigError(f"--stages={STAGES.value} needs as many cores, and this machine has {cores}")
+    if cores() < STAGES.value:
+        raise tfpar.ConfigError(f"--stages={STAGES.value} needs as many cores, and this machine has {cores()}")
     seconds: dict[int, list[float]] = {1: [], STAGES.value: []}
     for turn in range(TURNS.value):
         for workers, found in seconds.items():

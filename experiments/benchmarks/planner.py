@@ -13,20 +13,18 @@ other programs, they say little.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
+from experiments.benchmarks.loops import SETTLED, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -39,7 +37,6 @@ from absl import flags as absl_flags
 
 _MODELS = ("mlp:digits:64", "transformer_lm_tiny:text:16", "vit:synthetic:32x32x3:16")
 _SHAPES = ("1x2", "1x4", "2x1", "4x1")
-_SETTLED = 3  # steps before those that count
 
 flags.define(sections=[])
 CASES = absl_flags.DEFINE_list("cases", [f"{m}:{s}" for m in _MODELS for s in _SHAPES], "Cases, see above.")
@@ -60,7 +57,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
 
-    steps = _SETTLED + STEPS.value
+    steps = SETTLED + STEPS.value
     config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": steps, "steps_per_loop": 1, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
@@ -71,9 +68,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         config=config,
         runtime=runtime,
     )
-    ends: list[float] = []
-    trainer.fit(source, hooks=[tfpar.Hook(1, lambda state: ends.append(time.perf_counter()))])
-    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(ends[_SETTLED - 1 :]))
+    seconds = median_step_seconds(trainer, source)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "memory": (peak - before) / runtime.topology.local_devices}
 

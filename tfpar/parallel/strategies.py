@@ -189,7 +189,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     devices = _replica_devices(topology)
     assert topology.cluster is not None
-    if topology.pipeline_devices > 1 and topology.replica_workers > 1:
+    if topology.pipeline_spans_workers:
         # By default there is one thread per core (TensorFlow 2.21). A message over TensorFlow's transport occupies one
         # until it is received. Over Gloo it does not, but a single thread may begin the next pass before it sends. More
         # threads are slower: 16 on one core take 14 % more of it than one does.
@@ -226,8 +226,7 @@ def _with_transport(topology: Topology) -> Topology:
         peer_timeout=topology.peer_timeout,
         start_timeout=topology.start_timeout,
     )
-    between_stages = topology.pipeline_devices > 1 and topology.replica_workers > 1
-    if between_stages and choice.transport == "tensorflow" and _expects_gloo(topology):
+    if topology.pipeline_spans_workers and choice.transport == "tensorflow" and _expects_gloo(topology):
         raise ConfigError(
             f"--transport=auto: not all workers can use the native transport ({choice.reason}), which a pipeline over "
             "workers must know before it starts. Pass --transport=tensorflow."

@@ -110,6 +110,11 @@ class Topology:
         return self.pipeline_devices // self.replica_workers if self.pipeline_devices > 1 else 1
 
     @property
+    def pipeline_spans_workers(self) -> bool:
+        """Whether stages of a pipeline are on several workers, which send each other tensors in a step."""
+        return self.pipeline_devices > 1 and self.replica_workers > 1
+
+    @property
     def mesh(self) -> Mesh:
         """The devices by axis."""
         return Mesh(data=self.replicas, pipeline=self.pipeline_devices, model=self.model_devices)
