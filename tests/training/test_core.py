@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tfpar.inputs import Weighted
 from tfpar.training.core import Core
-from tfpar.training.objective import Goal, Objective, ObjectiveSums, SupervisedObjective, Totals
+from tfpar.training.objective import Goal, LocalSums, Objective, ObjectiveSums, SupervisedObjective, Totals
+from tfpar.training.pipeline.step import PipelineCore
 
 import keras
 import numpy as np
@@ -186,3 +187,59 @@ def test_any_objective_is_differentiated_and_added_up(accumulate_steps, jit):
     np.testing.assert_allclose(
         sums.gradients[0], tf.convert_to_tensor(tape.gradient(loss, table)), rtol=1e-4, atol=1e-5
     )
+
+
+def before(operation: tf.Operation) -> set[str]:
+    """Names of all operations that an operation waits for."""
+    found: set[str] = set()
+    left = [operation]
+    while left:
+        one = left.pop()
+        for other in [*one.control_inputs, *(tensor.op for tensor in one.inputs)]:
+            if other.name not in found:
+                found.add(other.name)
+                left.append(other)
+    return found
+
+
+def accumulated(core: Core, accumulate_steps: int) -> tuple[tf.Graph, LocalSums]:
+    """The graph of `accumulate`, and its results in it."""
+    data = batch(accumulate_steps, 4)
+    kept = []
+    weights = values(bind(core, data).model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def function(params, data):
+        kept.append(core.accumulate(params, [], data, tf.constant([0, 0]), None))
+        return kept[0].gradients
+
+    return function.get_concrete_function(weights, data).graph, kept[0]
+
+
+def products_by_micro_batch(graph: tf.Graph) -> list[list[tf.Operation]]:
+    """The first matrix product of each micro-batch, and the last, in the order in which they were traced."""
+    products = [operation for operation in graph.get_operations() if operation.type == "MatMul"]
+    count = len(products) // 3
+    return [[products[number], products[number + count - 1]] for number in range(0, len(products), count)]
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_unrolled_micro_batches_run_in_turn(in_turn):
+    """Each waits for the gradients of the one before, so that only one has activations; stages of a pipeline do not."""
+    model = classifier()
+    kind = Core if in_turn else PipelineCore
+    core = kind(model, SupervisedObjective(model, Goal(SPARSE, metrics=[])), unrolls=True)
+    graph, sums = accumulated(core, 3)
+    (_, last), (second, _), _ = products_by_micro_batch(graph)
+    assert (last.name in before(second)) == in_turn
+    assert last.name in before(sums.gradients[0].op) | before(sums.gradients[2].op)
+
+
+def test_a_pipeline_adds_gradients_as_they_come():
+    """Each sum waits for another of the micro-batch before: otherwise TensorFlow would add them all at the end."""
+    model = classifier()
+    core = PipelineCore(model, SupervisedObjective(model, Goal(SPARSE, metrics=[])), unrolls=True)
+    _, sums = accumulated(core, 3)
+    for gradient in sums.gradients:
+        assert gradient.op.type == "AddV2"
+        assert gradient.op.control_inputs

@@ -6,12 +6,13 @@ The training step compiles it with XLA and runs it on every replica, with no com
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
 from tfpar.optim.keras_internals import OptimizerView
-from tfpar.optim.optimizers import check_optimizer
+from tfpar.optim.optimizers import ELEMENTWISE, check_optimizer
 
 import keras
 import tensorflow as tf
@@ -24,6 +25,8 @@ def pure_apply(
     gradients: Sequence[tf.Tensor | None],
     learning_rate: tf.Tensor | None = None,
     *,
+    factor: tf.Tensor | None = None,
+    group_bytes: int = 0,
     beside: Callable[[tf.Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """One optimizer update on tensors; no variable is read or assigned, nothing is communicated.
@@ -38,6 +41,10 @@ def pure_apply(
       gradients: Gradients of `params`; None (no path from the loss) leaves a parameter as it is.
       learning_rate: float32 [] that replaces the optimizer's learning rate, in this update only.
         None: the optimizer's own variable, or its own schedule at its count of iterations.
+      factor: float32 [] that gradients are multiplied by first.
+      group_bytes: In a graph that runs op by op, groups of weights of this size are updated one after the other, so
+        that only one group's temporary tensors exist at a time. 0: in any order. Optimizers that are not elementwise,
+        or that clip, update in any order.
       beside: Returns the context for operations on a tensor, such as its device.
 
     Returns:
@@ -62,7 +69,15 @@ def pure_apply(
     check_optimizer(optimizer)
     # In the scope a variable's value is a tensor, which Keras can make no key from.
     keys = {id(variable): keras_internals.variable_key(optimizer, variable) for variable in trainable}
-    view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys, _beside=beside)
+    clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
+    in_order = bool(group_bytes) and type(optimizer) in ELEMENTWISE and not any(clips)
+    view = keras_internals.view_of(
+        *(optimizer, PureUpdate, learning_rate),
+        _keys=keys,
+        _beside=beside,
+        _factor=factor,
+        _group_bytes=group_bytes if in_order else 0,
+    )
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
     # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
     dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -80,7 +95,13 @@ class PureUpdate(OptimizerView):
     Keras 3.15.1 refuses `stateless_apply` on TensorFlow: its `TFOptimizer` all-reduces gradients, enters
     `merge_call`, and assigns `tf.Variable`s. The methods below put Keras variables in a `StatelessScope` back
     in their place.
+
+    If weights are updated in groups, their gradients are multiplied and they are decayed with their group, not before.
     """
+
+    _factor: tf.Tensor | None = None
+    _group_bytes = 0
+    _decays_later: Sequence[keras.Variable] = ()
 
     def assign(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Within the scope."""
@@ -100,19 +121,33 @@ class PureUpdate(OptimizerView):
 
     def view_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Decoupled decay, `w -= rate x decay x w`."""
-        for variable in keras_internals.decayed(self, variables):
-            with self._beside(variable.value):
-                rate = tf.cast(self.learning_rate, variable.dtype)
-                variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)
+        decayed = keras_internals.decayed(self, variables)
+        if self._group_bytes:
+            keras_internals.set_untracked(self, _decays_later=decayed)
+            return
+        for variable in decayed:
+            self._decay(variable)
 
     def view_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable], rate: Any) -> None:
         """The optimizer's rule, variable by variable."""
+        later = {id(variable) for variable in self._decays_later}
+        before: list[tf.Tensor] = []
+        group: list[tf.Tensor] = []
+        size = 0
         for gradient, variable in zip(gradients, variables, strict=True):
-            with self._beside(gradient):
-                self.update_step(gradient, variable, rate)
+            if self._group_bytes and size >= self._group_bytes:
+                before, group, size = group, [], 0
+            with tf.control_dependencies(before), self._beside(gradient):
+                if id(variable) in later:
+                    self._decay(variable)
+                self.update_step(self._scaled(gradient) if self._group_bytes else gradient, variable, rate)
+            group.append(variable.value)
+            size += tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
 
     def view_apply(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
         """What Keras does, without accumulation and without branches."""
+        if not self._group_bytes:
+            gradients = [self._scaled(gradient) for gradient in gradients]
         gradients = keras_internals.clip(self, gradients)
         keras_internals.apply_decay(self, variables)
         keras_internals.update_all(self, gradients, variables, self.learning_rate)
@@ -126,3 +161,14 @@ class PureUpdate(OptimizerView):
             for variable, average in zip(keras_internals.trainable_variables(self), averages, strict=True):
                 if average is not None:
                     variable.assign(tf.where(overwrite, average.value, variable.value))
+
+    def _scaled(self, gradient: tf.Tensor) -> tf.Tensor:
+        if self._factor is None:
+            return gradient
+        with self._beside(gradient):
+            return gradient * self._factor
+
+    def _decay(self, variable: keras.Variable) -> None:
+        with self._beside(variable.value):
+            rate = tf.cast(self.learning_rate, variable.dtype)
+            variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)

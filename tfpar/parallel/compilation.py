@@ -30,6 +30,11 @@ class CompilationPlan:
     updates_in_place: bool
     prefetches_in_loop: bool
 
+    @property
+    def update_group_bytes(self) -> int:
+        """Size of a group of weights that are updated at once, see `pure_apply`; 0 in an XLA program."""
+        return 0 if self.single_xla_program or self.compiles_update else 16 << 20
+
 
 def compilation_plan(
     *, replicas: int, local_devices: Sequence[str], on_tpu: bool, jit_compile: bool, waits_for_host: bool = False

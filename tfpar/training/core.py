@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tfpar import precision
 from tfpar.models import example_weights, uses_synchronized_statistics
@@ -45,6 +45,7 @@ class Core:
     model_metrics: Sequence[keras.metrics.Metric] = ()
     replicas: int = 1
     unrolls: bool = False
+    in_turn: ClassVar[bool] = True  # whether a micro-batch of an unrolled loop waits for the gradients of the previous
 
     def loss_and_grads(
         self,
@@ -151,8 +152,7 @@ class Core:
           seed: Int32 `[2]`; micro-batch `a` uses `seed` folded with `a`.
           loss_scale: As for `loss_and_grads`.
           scales: As for `loss_and_grads`; the same for all micro-batches of the step.
-          reduce: `(number, gradients)` of a micro-batch to the tensors that are summed in place of its gradients. The
-            next micro-batch waits for them.
+          reduce: `(number, gradients)` of a micro-batch to the tensors that are summed in place of its gradients.
         """
         accumulate_steps = batch[2].shape[0]
 
@@ -167,7 +167,7 @@ class Core:
             # MirroredStrategy's merge_call), so there the loop over micro-batches is unrolled.
             total = one(0, state, {})
             for index in range(1, accumulate_steps):
-                with tf.control_dependencies(total.gradients if reduce else []):
+                with tf.control_dependencies(total.gradients if self.in_turn else []):
                     total = self.added(total, one(index, total.state, total.assigned))
             return total
 

@@ -44,6 +44,24 @@ def squared_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.square(tf.cast(l2_norm(tensors), tf.float64))
 
 
+def sum_of_squares(tensors: Sequence[tf.Tensor], minus: Sequence[tf.Tensor] = ()) -> tf.Tensor:
+    """Sum of squares of tensors of any size, one tensor after the other, so that one temporary tensor exists at a time.
+
+    Args:
+      tensors: Tensors.
+      minus: Tensors to subtract first; none, or as many.
+
+    Returns:
+      Float64 scalar.
+    """
+    total = tf.zeros([], tf.float64)
+    for place, tensor in enumerate(tensors):
+        with tf.control_dependencies([total]):
+            value = tf.cast(tensor - minus[place] if minus else tensor, tf.float32)
+            total += 2.0 * tf.cast(tf.nn.l2_loss(value), tf.float64)
+    return total
+
+
 def _squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Square of the L2 norm over all tensors."""
     return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])

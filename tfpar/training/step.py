@@ -209,15 +209,14 @@ class TrainStep:
         """The next batch for the replicas of this process."""
         return replica.next_batch(self.strategy, iterator)
 
-    def weights_vector(self) -> tf.Tensor:
-        """A copy of all trainable weights as one float32 vector."""
+    def counted_weights(self) -> Tensors:
+        """The values of the trainable weights that this process counts in their norm."""
         variables = self.core.model.trainable_variables
-        values = [whole_tensor(variable, self._local(variable.value)[0]) for variable in variables]
-        return tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values], axis=0)
+        return [whole_tensor(variable, self._local(variable.value)[0]) for variable in variables]
 
-    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
-        """L2 norm over all trainable weights, of a vector like `weights_vector`."""
-        return tf.norm(vector)
+    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
+        """The sum of a scalar over the processes that count different weights."""
+        return value
 
     def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         """The learning rate of a step (int64 scalar): a float32 scalar, from the schedule or the optimizer itself."""
@@ -336,19 +335,20 @@ class TrainStep:
         self, params: Tensors, optimizer: Tensors, reduced: _ReducedGradients
     ) -> tuple[Tensors, Tensors, Tensors]:
         """New weights, optimizer state and model state."""
-        mean = self.core.each(reduced.gradients, lambda gradient: gradient * reduced.factor)
+        gradients = list(reduced.gradients)
         rate = self.learning_rate(reduced.step, reduced.lr_multiplier) if self._schedule is not None else None
         params = [reduced.assigned.get(place, param) for place, param in enumerate(params)]
         state = self.sidecar.state(reduced.vector, reduced.state)
         others = self.core.model.non_trainable_variables
         for place, value in zip(self.core.overwritten, state[len(others) :], strict=True):
-            mean[place] = value
-        new_params, new_optimizer = self._pure_apply(self.optimizer, optimizer, params, mean, rate)
+            gradients[place] = value  # which no factor applies to
+        how = {"factor": reduced.factor, "group_bytes": self.plan.update_group_bytes}
+        new_params, new_optimizer = self._pure_apply(self.optimizer, optimizer, params, gradients, rate, **how)
         return new_params, new_optimizer, self._without_seeds(state[: len(others)])
 
-    def _pure_apply(self, *args: Any) -> tuple[Tensors, Tensors]:
+    def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
         """`pure_apply`."""
-        return pure_apply(*args)
+        return pure_apply(*args, **kwargs)
 
     def _without_seeds(self, state: Tensors) -> Tensors:
         """Those values of the model's non-trainable variables that are stored."""

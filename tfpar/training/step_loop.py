@@ -14,6 +14,7 @@ from tfpar.monitor import timings
 from tfpar.parallel.compilation import CompilationPlan
 from tfpar.precision import LossScale
 from tfpar.training import sidecar
+from tfpar.training.norms import sum_of_squares
 from tfpar.training.objective import Tensors
 from tfpar.training.sidecar import Sidecar
 
@@ -83,11 +84,11 @@ class Step(Protocol):
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """The next batch for the replicas of this process."""
 
-    def weights_vector(self) -> tf.Tensor:
-        """A copy of all trainable weights as one float32 vector, or of those that this process counts in their norm."""
+    def counted_weights(self) -> Tensors:
+        """The values of the trainable weights that this process counts in their norm."""
 
-    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
-        """L2 norm over all trainable weights, of a vector like `weights_vector`, float32 scalar."""
+    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
+        """The sum of a float64 scalar over the processes that count different weights."""
 
     def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         """The learning rate of a step, float32 scalar."""
@@ -169,19 +170,22 @@ def run_steps(
         tf.TensorArray(tf.float64, size=steps, element_shape=[5]),
         loss_scale,
     )
-    weights_before, state = while_in_two_parts(steps, body, step.weights_vector, start)
+    weights_before, state = while_in_two_parts(steps, body, step.counted_weights, start)
     last_step = first_step + tf.cast(steps - 1, tf.int64)
     return _result(step, state, began, weights_before, step.learning_rate(last_step, lr_multiplier))
 
 
 def _result(
-    step: Step, state: _LoopState, began: tf.Tensor, weights_before: tf.Tensor, learning_rate: tf.Tensor
+    step: Step, state: _LoopState, began: tf.Tensor, weights_before: Tensors, learning_rate: tf.Tensor
 ) -> StepsResult:
     """The report of the steps, from the state after the last of them."""
     with tf.control_dependencies([state.done]):
         # Outside XLA: inside, the old weights would have to be copied.
-        weights = step.weights_vector()
-        parameter_norm, update_norm = (step.norm_of_weights(each) for each in (weights, weights - weights_before))
+        weights = step.counted_weights()
+        changed = sum_of_squares(weights, weights_before)
+    with tf.control_dependencies([changed]):
+        squares = sum_of_squares(weights), changed
+        parameter_norm, update_norm = (tf.cast(tf.sqrt(step.sum_over_parts(each)), tf.float32) for each in squares)
     table = state.sums.stack()
     gradient_norm, sums = table[:, 0], table[:, 1:]
     count = sums[:, sidecar.COUNT]
@@ -210,20 +214,22 @@ def _losses(sums: tf.Tensor, denominator: int) -> tf.Tensor:
 def while_in_two_parts(
     turns: tf.Tensor,
     body: Callable[[tf.Tensor, Any, tf.Tensor], Any],
-    snapshot: Callable[[], tf.Tensor],
+    snapshot: Callable[[], Tensors],
     start: Any,
-) -> tuple[tf.Tensor, Any]:
+) -> tuple[Tensors, Any]:
     """Runs `body` `turns` times and takes a snapshot before the last turn.
 
     Why not a plain loop of `turns - 1` followed by one more `body`: that would trace `body` twice, and the step of many
-    replicas takes seconds to trace. Why not a plain loop with a branch on the last turn: a snapshot of all weights in a
-    branch costs every turn, taken or not. So there is a loop over two parts, and in it a loop over the turns of the
-    part: the first part has all turns but the last and ends with the snapshot, the second has the last.
+    replicas takes seconds to trace. Why not a plain loop with a branch on the last turn: the loop would carry the
+    snapshot, and what a branch reads is kept from every turn to the next, taken or not. So there is a loop over two
+    parts, and in it a loop over the turns of the part: the first part has all turns but the last and ends with the
+    snapshot, the second has the last.
 
     Args:
       turns: Int32 scalar, at least 1.
       body: `(index, state, is_last) -> state`: int32 scalar, loop state, bool scalar.
-      snapshot: Returns a float32 vector, computed from variables that `body` changes.
+      snapshot: Returns the values of variables that `body` changes. They are not copied: TensorFlow keeps the memory
+        of a value that is in use, and gives the variable other memory.
       start: The state before the first turn: a NamedTuple with a tensor `done`, which exists once the previous turn has
         had all its effects.
 
@@ -231,7 +237,7 @@ def while_in_two_parts(
       The snapshot, and the state after the last turn.
     """
 
-    def run_part(part: tf.Tensor, index: tf.Tensor, taken: tf.Tensor, state: Any) -> tuple[Any, ...]:
+    def run_part(part: tf.Tensor, index: tf.Tensor, taken: Tensors, state: Any) -> tuple[Any, ...]:
         is_last = tf.equal(part, 1)
         stop = tf.where(is_last, turns, turns - 1)
         index, state = tf.while_loop(
@@ -243,11 +249,14 @@ def while_in_two_parts(
         # the second.
         with tf.control_dependencies([state.done]):
             taken = tf.cond(is_last, lambda: taken, snapshot)
-        with tf.control_dependencies([taken]):
+        with tf.control_dependencies(taken):
             state = state._replace(done=tf.identity(state.done))
         return part + 1, index, taken, state
 
-    first = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
-    shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
+    values = snapshot()  # only their types and ranks are used
+    nothing = [tf.zeros([0] * value.shape.rank, value.dtype) for value in values]
+    first = (tf.constant(0), tf.constant(0), nothing, start)
+    of_values = [tf.TensorShape([None] * value.shape.rank) for value in values]
+    shapes = (None, None, of_values, tf.nest.map_structure(lambda _: None, start))
     *_, taken, state = tf.while_loop(lambda part, *_: part < 2, run_part, first, shape_invariants=shapes)
     return taken, state

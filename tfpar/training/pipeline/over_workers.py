@@ -135,14 +135,13 @@ class OverWorkersStep(PipelineStep):
         self._worker: PipelineWorker = pipeline.worker
         super().__init__(pipeline, places, *args, **kwargs)
 
-    def weights_vector(self) -> tf.Tensor:
-        """See `TrainStep`: the weights that this worker counts in a norm."""
-        values = [variable.value.read_value() for variable in self.core.model.trainable_variables if _counts(variable)]
-        return tf.concat([tf.zeros([0]), *[tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values]], axis=0)
-
-    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+    def counted_weights(self) -> Tensors:
         """See `TrainStep`."""
-        return tf.cast(tf.sqrt(self._sum(tf.square(tf.norm(tf.cast(vector, tf.float64))))), tf.float32)
+        return [variable.value.read_value() for variable in self.core.model.trainable_variables if _counts(variable)]
+
+    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
+        """See `TrainStep`."""
+        return self._sum(value)
 
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
         return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._worker.peers.size

@@ -22,6 +22,8 @@ class PipelineCore(Core):
     """A `Core` whose model runs in stages within the context of a pipeline. Operations on a tensor run on its
     device."""
 
+    in_turn = False  # stages work on several micro-batches at the same time
+
     def loss_and_grads(self, *args: Any, **kwargs: Any) -> LocalSums:
         """See `Core`. The loss is computed on the device of the model's outputs."""
         trace = current_trace()
@@ -37,7 +39,9 @@ class PipelineCore(Core):
 
     def added(self, total: LocalSums, sums: LocalSums) -> LocalSums:
         """See `Core`."""
-        gradients = [*map(functools.partial(_beside, tf.add), total.gradients, sums.gradients)]
+        # Without this dependency TensorFlow would keep the gradients of all micro-batches, and add them at the end.
+        with tf.control_dependencies([total.loss]):
+            gradients = [*map(functools.partial(_beside, tf.add), total.gradients, sums.gradients)]
         others = (each._replace(gradients=[]) for each in (total, sums))
         return super().added(*others)._replace(gradients=gradients)
 
@@ -68,8 +72,8 @@ class PipelineStep(TrainStep):
         with self._pipeline.on_own_replica():
             return super()._contribution(*args)
 
-    def _pure_apply(self, *args: Any) -> tuple[Tensors, Tensors]:
-        return pure_apply(*args, beside=beside)
+    def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
+        return pure_apply(*args, **kwargs, beside=beside)
 
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all places, each of which sends one scalar."""

@@ -117,8 +117,8 @@ class ShardedStep(TrainStep):
         with tf.control_dependencies(stored):
             return [tf.identity(value) for value in new]
 
-    @staticmethod
     def _updated_share(
+        self,
         optimizer: keras.optimizers.Optimizer,
         params: Tensors,
         state: Tensors,
@@ -126,7 +126,9 @@ class ShardedStep(TrainStep):
         factor: tf.Tensor,
         rate: tf.Tensor,
     ) -> tuple[Tensors, Tensors]:
-        return pure_apply(optimizer, state, params, [gradient * factor for gradient in gradients], rate)
+        return pure_apply(
+            *(optimizer, state, params, gradients, rate), factor=factor, group_bytes=self.plan.update_group_bytes
+        )
 
     def _store(self, weights: Tensors, state: Tensors) -> tf.Tensor:
         """Assigns the new weights and model state to this replica."""

@@ -40,8 +40,8 @@ class GatheringStep(TrainStep):
         self._whole = whole_places(self.core.model.trainable_variables)
         self.exchange: Any = _ExchangeOfWhole(self.exchange, self._whole)
 
-    def weights_vector(self) -> tf.Tensor:
-        """A copy of the weights that this worker counts in the norm of all trainable weights, as one float32 vector."""
+    def counted_weights(self) -> Tensors:
+        """See `TrainStep`."""
         values: Tensors = []
         for program in range(self._axis.programs):
             with self._axis.on(program) as place:
@@ -50,22 +50,16 @@ class GatheringStep(TrainStep):
                     if isinstance(split, FlatSplit):
                         values.append(value[: split.own_elements(place.rank)])
                     elif place.rank == 0:
-                        values.append(tf.cast(tf.reshape(value, [-1]), tf.float32))
-        return tf.concat(values, axis=0)
+                        values.append(value)
+        return values
 
-    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
         """See `TrainStep`."""
-        total = self._axis.sum_of_worker(tf.square(tf.norm(tf.cast(vector, tf.float64))))
-        return tf.cast(tf.sqrt(total), tf.float32)
+        return self._axis.sum_of_worker(value)
 
-    def _accumulated(
-        self, params: Tensors, state: Tensors, batch: Any, seed: tf.Tensor, scale: tf.Tensor, scales: tf.Tensor | None
-    ) -> tuple[LocalSums, Tensors]:
-        loss_scale = scale if self._scale_loss else None
+    def _accumulated(self, *args: Any) -> tuple[LocalSums, Tensors]:
         with self._axis.on_own_device():
-            # Micro-batches run one after the other; each waits for the gradients of the previous one.
-            sums = self.core.accumulate(params, state, batch, seed, loss_scale, scales, reduce=lambda _, each: each)
-        return sums, self._unscaled(sums.gradients, scale)
+            return super()._accumulated(*args)
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         with self._axis.on_own_device() as place:

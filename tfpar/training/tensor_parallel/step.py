@@ -57,24 +57,21 @@ class DividedStep(TrainStep):
         """The next batch: all devices of a replica get the same."""
         return replica.next_batch(self.strategy, iterator, model_devices=self._axis.size)
 
-    def weights_vector(self) -> tf.Tensor:
-        """See `TrainStep`. If a replica spans several workers, the weights that this worker counts in a norm."""
+    def counted_weights(self) -> Tensors:
+        """See `TrainStep`."""
         if not self._axis.spans_workers:
-            return super().weights_vector()
+            return super().counted_weights()
         values: Tensors = []
         for program in range(self._axis.programs):
             with self._axis.on(program) as place:
                 for variable in self.core.model.trainable_variables:
                     if split_of(variable) or place.rank == 0:
                         values.append(self._local(variable.value)[program].read_value())
-        return tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values], axis=0)
+        return values
 
-    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
         """See `TrainStep`."""
-        if not self._axis.spans_workers:
-            return super().norm_of_weights(vector)
-        total = self._axis.sum_of_worker(tf.square(tf.norm(tf.cast(vector, tf.float64))))
-        return tf.cast(tf.sqrt(total), tf.float32)
+        return self._axis.sum_of_worker(value) if self._axis.spans_workers else value
 
     def _make_programs(self) -> None:
         super()._make_programs()
