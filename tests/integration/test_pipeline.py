@@ -109,3 +109,24 @@ def test_two_workers_of_two_stages_each_hold_a_pipeline(tmp_path):
     weights, _, (predictions,) = alone("dense", accumulate_steps=2)
     assert_close(dense, {**weights, "predictions": predictions})
     assert_close(images, alone("vit", steps=10, accumulate_steps=2)[0])
+
+
+def test_two_workers_have_two_stages_each_in_turn(tmp_path):
+    """Interleaved. A tied table is on both workers, and the first has a gradient for a few of its rows only. Three
+    micro-batches are no multiple of two workers."""
+    mesh = {"mesh": "data:1,pipeline:2", "stages_per_device": 2, "steps": 6}
+    tied = {"model": "large_vocabulary", "accumulate_steps": 3}
+    (interleaved,) = on_workers(2, tmp_path / "out", {**mesh, **tied, "predicts": True})
+    weights, _, (predictions,) = alone(**tied, steps=6)
+    assert_close(interleaved, {**weights, "predictions": predictions})
+
+
+@pytest.mark.proof
+def test_stages_in_turn_over_the_transport_of_tensorflow(tmp_path):
+    """Also with batch statistics, and with activations that are computed again."""
+    mesh = {"mesh": "data:1,pipeline:2", "stages_per_device": 2, "steps": 10, "transport": "tensorflow"}
+    tied = {"model": "large_vocabulary", "accumulate_steps": 3}
+    resnet = {"model": "resnet", "learning_rate": 0.03, "accumulate_steps": 2, "recompute": "blocks"}
+    first, second = on_workers(2, tmp_path / "out", {**mesh, **tied}, {**mesh, **resnet})
+    assert_close(first, alone(**tied, steps=10)[0])
+    assert_close(second, alone(**resnet, steps=10)[0])

@@ -75,9 +75,7 @@ def test_workers_share_a_replica():
     with pytest.raises(ConfigError, match=r"--exchange=auto.* several workers.* --exchange=int8"):
         check_beside_mesh(config, topology.mesh, spans_workers=True)
     config = ExperimentConfig.from_flat_dict({"stages_per_device": 2, "mesh": "data:1,pipeline:4"})
-    check_beside_mesh(config, Mesh(pipeline=4), spans_workers=False)
-    with pytest.raises(ConfigError, match=r"--stages_per_device=2 does not work yet .* several workers"):
-        check_beside_mesh(config, Mesh(pipeline=4), spans_workers=True)
+    check_beside_mesh(config, Mesh(pipeline=4), spans_workers=True)
 
 
 def test_a_model_axis_is_reason_enough_for_several_devices():

@@ -136,11 +136,6 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
             f"--sequence_parallel divides positions over the model axis of a mesh, and --mesh={strategy.mesh} {wrong}. "
             "Use --mesh=model:2, or leave it out."
         )
-    if spans_workers and strategy.stages_per_device > 1:
-        raise ConfigError(
-            f"--stages_per_device={strategy.stages_per_device} does not work yet with --mesh={strategy.mesh}, where a "
-            "replica spans several workers. Leave one of them out."
-        )
     if spans_workers and exchange.exchange.partition(":")[0] == "auto":
         raise ConfigError(
             f"--exchange={exchange.exchange} does not work yet with --mesh={strategy.mesh}, where a replica spans "

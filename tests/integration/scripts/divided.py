@@ -84,6 +84,12 @@ def uneven_vocabulary() -> keras.Model:
     return models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.0)
 
 
+def large_vocabulary() -> keras.Model:
+    """A table most of whose rows no example reads."""
+    spec = TaskSpec("language_model", (POSITIONS,), "int32", 1500)
+    return models.build("transformer_lm_tiny", spec, width=16, depth=2, heads=4, dropout=0.0)
+
+
 def three_heads() -> keras.Model:
     """Attention whose heads no axis of two divides, though it divides their width."""
     spec = TaskSpec("language_model", (POSITIONS,), "int32", VOCABULARY)
@@ -168,6 +174,7 @@ MODELS = {
     "attention": attention,
     "language_model": language_model,
     "uneven_vocabulary": uneven_vocabulary,
+    "large_vocabulary": large_vocabulary,
     "three_heads": three_heads,
     "gpt2": gpt2,
     "grouped_query": grouped_query,
@@ -181,7 +188,7 @@ IMAGES = ("vit", "resnet")
 
 def data(model: str) -> tuple[Any, Any]:
     generator = np.random.default_rng(0)
-    if model in ("attention", "language_model", "uneven_vocabulary", "three_heads"):
+    if model in ("attention", "language_model", "uneven_vocabulary", "large_vocabulary", "three_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
     if model in ("gpt2", "grouped_query"):

@@ -1,9 +1,9 @@
 """Stages of a pipeline on several workers: the order of their passes, and the messages between them.
 
 A worker runs its forward and backward passes one after the other, in an order that every worker derives in the same way
-from the schedule and its place. A receive waits for the previous pass, so that at most one pass waits for messages. If
-messages take no thread of TensorFlow, a receive begins during the previous pass. A sender does not wait for the
-receiver before the end of the step. In this order no two workers can wait for each other.
+from the schedule and its place (`turns`). A receive waits for the previous pass, so that at most one pass waits for
+messages. If messages take no thread of TensorFlow, a receive begins during the previous pass. A sender does not wait
+for the receiver before the end of the step. In this order no two workers can wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from tfpar.collectives.tensorflow import Channel
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.pipeline.cuts import micro_batches_in_flight
+from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn, turns
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import shape_of
 from tfpar.parallel.topology import Topology
@@ -28,33 +28,10 @@ from tfpar.training.pipeline.stage_program import Stage
 import keras
 import tensorflow as tf
 
-FORWARD, BACKWARD = "forward", "backward"
-_KEYS_OF_TRACE = 1 << 16
+_KEYS_OF_TRACE, _OTHER_KEYS = 1 << 16, 1 << 10
 
 # Counts the traces of all models of the process, because TensorFlow's runtime keeps the shape of every message.
 _traces = itertools.count()
-
-
-def turns(place: int, workers: int, micro_batches: int, schedule: str) -> list[tuple[str, int]]:
-    """The order in which a worker runs its passes: `(FORWARD or BACKWARD, number of the micro-batch)`.
-
-    1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): one forward pass, and one more for each later worker;
-    then backward and forward alternately. Eager 1F1B (Zhuang et al. 2022, arXiv:2211.05322): two more for each later
-    worker. GPipe (Huang et al. 2019, arXiv:1811.06965): all forward passes first.
-
-    Args:
-      place: Place of the worker in the pipeline, from 0.
-      workers: Workers of the pipeline.
-      micro_batches: Micro-batches of a step.
-      schedule: `1f1b`, `eager_1f1b` or `gpipe`.
-    """
-    ahead = min(micro_batches_in_flight(place, workers, workers, schedule) or micro_batches, micro_batches)
-    order = [(FORWARD, number) for number in range(ahead)]
-    for number in range(micro_batches):
-        order.append((BACKWARD, number))
-        if ahead + number < micro_batches:
-            order.append((FORWARD, ahead + number))
-    return order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,6 +71,10 @@ class PipelineWorker:
     def has(self, stage: Stage) -> bool:
         """Whether this worker has a stage."""
         return self.of_stage(stage) == self.rank
+
+    def chunk_of(self, stage: Stage) -> int:
+        """The chunk that a stage of this worker belongs to: the stages that follow each other on this worker."""
+        return stage.number // (self.places * self.peers.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,68 +153,114 @@ def specs_of(
 
 @dataclasses.dataclass(eq=False)
 class _Exchanged:
-    """The crossings with gradients that one micro-batch has sent and received, with their tensors."""
+    """The crossings with gradients that one micro-batch has sent and received, with their tensors; for those that it
+    has sent, also the chunk."""
 
-    sent: list[tuple[int, Crossing, tf.Tensor]] = dataclasses.field(default_factory=list)
+    sent: list[tuple[int, Crossing, tf.Tensor, int]] = dataclasses.field(default_factory=list)
     received: list[tuple[int, Crossing, tf.Tensor]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(eq=False)
+class _Pass:
+    """The operations that control a pass.
+
+    Attributes:
+      starts: An operation that all of the pass wait for.
+      listens: An operation that the receives of the pass wait for, if messages take no thread.
+      results: Operations that end the pass.
+    """
+
+    starts: tf.Operation
+    listens: tf.Operation
+    results: list[tf.Operation] = dataclasses.field(default_factory=list)
+
+
 class Messages:
-    """The messages of one traced function.
+    """The messages of one traced function, and the order of its passes.
 
     Args:
       worker: This worker.
       crossings: From `crossings_of`.
       device: The device of this worker through which all messages pass.
-      schedule: The order of the passes, see `turns`.
+      schedule: As of `turns`.
+      chunks: Number of chunks on this worker.
 
     Attributes:
       worker: As given.
-      schedule: As given.
+      device: As given.
+      chunks: As given.
       sent: The operations that send; they must be run.
       micro_batch: The number of the micro-batch whose passes are being traced.
       specs: The specs of the tensors that cross; must be set before any is received.
     """
 
-    def __init__(self, worker: PipelineWorker, crossings: Sequence[Crossing], device: str, schedule: str) -> None:
+    def __init__(
+        self, worker: PipelineWorker, crossings: Sequence[Crossing], device: str, schedule: str, chunks: int
+    ) -> None:
         self.sent: list[tf.Tensor] = []
         self.micro_batch = 0
         self.specs: Mapping[int, Spec] = {}
-        self.worker, self.schedule, self._device = worker, schedule, device
+        self.worker, self.device, self.chunks, self._schedule = worker, device, chunks, schedule
         self._crossings = list(enumerate(crossings))
         self._first_key = next(_traces) * _KEYS_OF_TRACE
-        self._before: list[tf.Operation] = []
-        self._earlier: list[tf.Operation] = []
+        self._other_keys = itertools.count(_KEYS_OF_TRACE - 1, -1)
+        self._passes: dict[Turn, _Pass] = {}
         self._exchanged: dict[int, _Exchanged] = {}
 
     @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Operations traced in this context run after the previous pass."""
-        with tf.control_dependencies(self._before):
+    def in_pass(self, kind: str, chunk: int) -> Iterator[None]:
+        """Operations traced in this context belong to a pass of the micro-batch.
+
+        Args:
+          kind: `FORWARD` or `BACKWARD`.
+          chunk: The chunk of this worker.
+        """
+        with tf.control_dependencies([self._pass(kind, chunk).starts]):
             yield
 
-    def passed(self, results: Sequence[tf.Tensor]) -> None:
-        """Records the end of a pass with these results."""
-        self._earlier, self._before = self._before, [tf.group(*results)]
+    def ends(self, kind: str, chunk: int, results: Sequence[tf.Tensor]) -> None:
+        """Records results of a pass, which is over when all exist."""
+        self._pass(kind, chunk).results.append(tf.group(*results))
 
-    def receive(self, each: int) -> tf.Tensor:
-        """A tensor of the graph from another worker, with its mask; a leaf of an open tape."""
+    def turns(self, micro_batches: int) -> list[Turn]:
+        """The order in which this worker runs its passes."""
+        return turns(self.worker.rank, self.worker.peers.size, micro_batches, self._schedule, self.chunks)
+
+    def run_in_order(self, order: Sequence[Turn]) -> None:
+        """Makes the passes run one after the other. Call it when all are traced."""
+        earlier: list[tf.Operation] = []
+        before: list[tf.Operation] = []
+        for turn in order:
+            if one := self._passes.get(turn):  # a stage that learns nothing has no backward pass
+                one.starts._add_control_inputs(before)
+                one.listens._add_control_inputs(earlier)
+                earlier, before = before, one.results or [one.starts]
+
+    def _pass(self, kind: str, chunk: int) -> _Pass:
+        turn = kind, self.micro_batch, chunk
+        if turn not in self._passes:
+            with tf.control_dependencies(None), tf.device(self.device):
+                self._passes[turn] = _Pass(tf.no_op(), tf.no_op())
+        return self._passes[turn]
+
+    def receive(self, each: int, chunk: int) -> tf.Tensor:
+        """A tensor of the graph from another worker, for a chunk, with its mask; a leaf of an open tape."""
         number, crossing = next(
             (number, one) for number, one in self._crossings if (one.tensor, one.target) == (each, self.worker.rank)
         )
         spec = self.specs[each]
-        value = self._receive(crossing.source, number, spec.tensor)
+        value = self._receive(crossing.source, number, spec.tensor, chunk)
         if spec.mask is not None:
-            mask = self._receive(crossing.source, number, spec.mask, is_mask=True)
+            mask = self._receive(crossing.source, number, spec.mask, chunk, is_mask=True)
             value = keras_internals.set_mask(value, mask)
         if spec.tensor.dtype.is_floating:
             self._of_micro_batch().received.append((number, crossing, watch(value)))
         return value
 
-    def send(self, values: Values, made: Sequence[int]) -> None:
+    def send(self, values: Values, stage: Stage) -> None:
         """Sends the outputs of a stage to the workers that read them."""
         for number, crossing in self._crossings:
-            if crossing.source != self.worker.rank or crossing.tensor not in made:
+            if crossing.source != self.worker.rank or crossing.tensor not in stage.made:
                 continue
             value = values[crossing.tensor]
             mask = keras_internals.mask_of(value)
@@ -241,11 +268,7 @@ class Messages:
             if mask is not None:
                 self._send(crossing.target, number, mask, is_mask=True)
             if value.dtype.is_floating:
-                self._of_micro_batch().sent.append((number, crossing, value))
-
-    def sent_values(self) -> list[tf.Tensor]:
-        """The tensors with gradients that this micro-batch has sent."""
-        return [value for _, _, value in self._of_micro_batch().sent]
+                self._of_micro_batch().sent.append((number, crossing, value, self.worker.chunk_of(stage)))
 
     def received_tensors(self) -> list[tf.Tensor]:
         """The tensors with gradients that this micro-batch has received."""
@@ -255,10 +278,10 @@ class Messages:
         """The tensors that this micro-batch has sent, and their gradients, from the workers that read them."""
         sent = self._of_micro_batch().sent
         gradients = [
-            self._receive(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), backward=True)
-            for number, crossing, value in sent
+            self._receive(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), chunk, backward=True)
+            for number, crossing, value, chunk in sent
         ]
-        return [value for _, _, value in sent], gradients
+        return [value for _, _, value, _ in sent], gradients
 
     def send_back(self, gradients: Sequence[tf.Tensor]) -> None:
         """Sends the gradients of `received_tensors` back to the senders. The micro-batch is then done."""
@@ -266,12 +289,20 @@ class Messages:
         for (number, crossing, _), gradient in zip(exchanged.received, gradients, strict=True):
             self._send(crossing.source, number, gradient, backward=True)
 
+    def channel(self, source: int, target: int) -> Channel:
+        """Messages from a worker to another, one of which is this one."""
+        return Channel(self.worker.first + source, self.worker.first + target, self.device)
+
+    def other_keys(self, count: int) -> list[int]:
+        """Keys of messages that are sent once per step. Both workers must ask in the same order."""
+        return [self._first_key + next(self._other_keys) for _ in range(count)]
+
     def _of_micro_batch(self) -> _Exchanged:
         return self._exchanged.setdefault(self.micro_batch, _Exchanged())
 
     def _key(self, number: int, *, is_mask: bool, backward: bool) -> int:
         key = (self.micro_batch * len(self._crossings) + number) * 4 + 2 * backward + is_mask
-        if key >= _KEYS_OF_TRACE:
+        if key >= _KEYS_OF_TRACE - _OTHER_KEYS:
             raise ConfigError(
                 f"--accumulate_steps: {self.micro_batch + 1} micro-batches, each with {len(self._crossings)} tensors "
                 "between stages, are too many for a pipeline over workers. Use fewer."
@@ -279,23 +310,24 @@ class Messages:
         return self._first_key + key
 
     def _receive(
-        self, source: int, number: int, spec: tf.TensorSpec, *, is_mask: bool = False, backward: bool = False
+        self,
+        source: int,
+        number: int,
+        spec: tf.TensorSpec,
+        chunk: int,
+        *,
+        is_mask: bool = False,
+        backward: bool = False,
     ) -> tf.Tensor:
-        ranks = self.worker.first + source, self.worker.first + self.worker.rank
-        channel = Channel(*ranks, self._device)
+        channel, one = self.channel(source, self.worker.rank), self._pass(BACKWARD if backward else FORWARD, chunk)
         key = self._key(number, is_mask=is_mask, backward=backward)
-        with contextlib.ExitStack() as stack:
-            if channel.waits_apart:
-                stack.enter_context(tf.control_dependencies(None))  # instead of `_before`
-                stack.enter_context(tf.control_dependencies(self._earlier))
-            stack.enter_context(tf.device(self._device))
+        after = one.listens if channel.waits_apart else one.starts
+        with tf.control_dependencies(None), tf.control_dependencies([after]), tf.device(self.device):
             return channel.receive(spec, key)
 
     def _send(
         self, target: int, number: int, value: tf.Tensor, *, is_mask: bool = False, backward: bool = False
     ) -> None:
-        ranks = self.worker.first + self.worker.rank, self.worker.first + target
-        with tf.device(self._device):
-            self.sent.append(
-                Channel(*ranks, self._device).send(value, self._key(number, is_mask=is_mask, backward=backward))
-            )
+        key = self._key(number, is_mask=is_mask, backward=backward)
+        with tf.device(self.device):
+            self.sent.append(self.channel(self.worker.rank, target).send(value, key))

@@ -13,12 +13,14 @@ from tfpar.collectives.group import allocate_instance_keys
 from tfpar.collectives.tensorflow import new_group
 from tfpar.config import ConfigError
 from tfpar.parallel.pipeline.devices import place_of
+from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
 from tfpar.parallel.split import held_by
 from tfpar.training import sidecar
 from tfpar.training.model.call import call_model
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, Tensors
-from tfpar.training.pipeline.between_workers import FORWARD, PipelineWorker, turns
+from tfpar.training.pipeline.between_workers import PipelineWorker
+from tfpar.training.pipeline.shared_weights import sum_of_holders
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.pipeline.step import PipelineCore, PipelineStep
 from tfpar.training.seeds import fold_in
@@ -53,30 +55,34 @@ class OverWorkersCore(PipelineCore):
         scales: tf.Tensor | None = None,
         reduce: Callable[[int, Tensors], Tensors] | None = None,
     ) -> LocalSums:
-        """See `Core`. Passes are traced in the order of the schedule, which differs between workers."""
+        """See `Core`."""
         trace = current_trace()
         assert trace is not None
         assert reduce is None  # a pipeline computes the gradients of whole steps
-        messages, worker = trace.messages_of_worker(), trace.messages_of_worker().worker
+        messages = trace.messages_of_worker()
         trace.differentiates = True
         waiting: dict[int, Forward] = {}
         total: LocalSums | None = None
-        for turn, number in turns(worker.rank, worker.peers.size, batch[2].shape[0], messages.schedule):
+        order = messages.turns(batch[2].shape[0])
+        for turn, number in _traced(order):
             messages.micro_batch = number
-            if turn == FORWARD:
-                own = tf.nest.map_structure(lambda part, number=number: part[number], batch)
-                with messages.in_turn(), tf.device(trace.devices[-1]):
+            with tf.device(trace.devices[-1]):
+                if turn == FORWARD:
+                    own = tf.nest.map_structure(lambda part, number=number: part[number], batch)
                     found = self.forward(params, state, own, fold_in(seed, number), loss_scale, scales)
-                waiting[number], state = found, found.sums.state
-                messages.passed([found.scaled, *found.sums.state, *messages.sent_values()])
-            else:
-                with messages.in_turn(), tf.device(trace.devices[-1]):
+                    waiting[number], state = found, found.sums.state
+                else:
                     sums = self.backward(waiting.pop(number))
-                messages.passed(sums.gradients)
-                total = sums if total is None else self.added(total, sums)
+                    total = sums if total is None else self.added(total, sums)
         assert total is not None
+        messages.run_in_order(order)
+        gradients = list(total.gradients)
+        for index, variable in enumerate(self.model.trainable_variables):
+            held = held_by(variable)
+            if held and held.here and len(held.ranks) > 1:
+                gradients[index] = sum_of_holders(gradients[index], held, messages)
         with tf.control_dependencies(messages.sent):
-            return total._replace(loss=tf.identity(total.loss), state=state)
+            return total._replace(loss=tf.identity(total.loss), gradients=gradients, state=state)
 
     def gradients_of(self, forward: Forward) -> Tensors:
         """See `Core`. Sends the gradients of received tensors back to their workers."""
@@ -153,14 +159,6 @@ class OverWorkersStep(PipelineStep):
             "pipeline within a worker."
         )
 
-    def _contribution(self, *args: Any) -> Any:
-        gradients, packed, state, assigned = super()._contribution(*args)
-        for index, variable in enumerate(self.core.model.trainable_variables):
-            held = held_by(variable)
-            if held and held.here and len(held.ranks) > 1:  # a weight that stages on several workers use
-                gradients[index] = self._sum(gradients[index], held.ranks)
-        return gradients, packed, state, assigned
-
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all workers of the replica, the same bits on each."""
         by_place: dict[int, Tensors] = {}
@@ -183,13 +181,23 @@ class OverWorkersStep(PipelineStep):
         totals = self._sum(vector[sidecar.LOSS : length])
         return tf.concat([vector[: sidecar.LOSS], totals, vector[length:]], axis=0)
 
-    def _sum(self, value: tf.Tensor, ranks: Sequence[int] = ()) -> tf.Tensor:
-        """The sum over workers of the replica, by default over all; the same bits on each."""
+    def _sum(self, value: tf.Tensor) -> tf.Tensor:
+        """The sum over the workers of the replica; the same bits on each."""
         worker = self._worker
-        members = [worker.first + rank for rank in ranks or range(worker.peers.size)]
-        group = new_group(members, worker.first + worker.rank)
+        group = new_group([worker.first + rank for rank in range(worker.peers.size)], worker.first + worker.rank)
         with tf.device(self._pipeline.devices.host):
             return group.all_reduce(value, allocate_instance_keys(1, group)[0])
+
+
+def _traced(order: Sequence[Turn]) -> list[tuple[str, int]]:
+    """The order in which passes of all chunks of a worker are traced.
+
+    With one chunk it is the order in which they run, which TensorFlow keeps among stateful operations anyway. All
+    chunks of a micro-batch are traced in one call of the model.
+    """
+    several = any(chunk for _, _, chunk in order)
+    passes = list(dict.fromkeys((turn, number) for turn, number, _ in order))
+    return sorted(passes, key=lambda one: (one[0] == BACKWARD, one[1])) if several else passes
 
 
 def _counts(variable: Any) -> bool:

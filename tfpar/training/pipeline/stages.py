@@ -15,10 +15,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_compile
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.cuts import micro_batches_in_flight
 from tfpar.parallel.pipeline.devices import PipelineDevices
+from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD
 from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of, specs_of
 from tfpar.training.pipeline.graph import Values
 from tfpar.training.pipeline.stage_program import Stage, StageProgram
@@ -100,7 +102,8 @@ class Pipeline:
         """In this context, this thread's calls of the model run in stages, for the current replica context."""
         trace = Trace(self.devices.of_own_replica())
         if self.worker:
-            trace.messages = Messages(self.worker, self._crossings, self.devices.host, self.schedule)
+            chunks = len(self.stages) // (self.devices.places * self.worker.peers.size)
+            trace.messages = Messages(self.worker, self._crossings, self.devices.host, self.schedule, chunks)
             trace.has_outputs = self.worker.is_last
         before, _current.trace = _current.trace, trace
         try:
@@ -130,13 +133,16 @@ class Pipeline:
                 how = {"compiles": self.compiles, "shares": shares}
                 program = StageProgram(self._model, stage, operation_fn, **how, option=self._option)
                 trace.programs[key] = program
-            with messages.in_turn() if messages else contextlib.nullcontext():
-                if messages:
-                    values.update({each: messages.receive(each) for each in stage.given if each not in values})
+            with self._in_pass(trace, FORWARD, stage):
+                if messages and self.worker:
+                    chunk = self.worker.chunk_of(stage)
+                    values.update({each: messages.receive(each, chunk) for each in stage.given if each not in values})
                 with tf.device(self._device(trace, stage)), self._divided(stage):
-                    values.update(self._call(trace, trace.programs[key], [values[each] for each in stage.given]))
-            if messages:
-                messages.send(values, stage.made)
+                    made = self._call(trace, trace.programs[key], [values[each] for each in stage.given])
+            values.update(made)
+            if messages and self.worker:
+                messages.ends(FORWARD, self.worker.chunk_of(stage), [*made.values()])
+                messages.send(values, stage)
         outputs = [self._output(trace, values, id(symbol)) for symbol in graph.outputs]
         return keras.tree.pack_sequence_as(keras_compile.symbolic_outputs(graph), outputs)
 
@@ -145,13 +151,33 @@ class Pipeline:
         if each in values or trace.messages is None:
             return values[each]
         if trace.has_outputs:  # an earlier stage of another worker makes it
-            with trace.messages.in_turn():
-                return trace.messages.receive(each)
+            assert self.worker is not None
+            return trace.messages.receive(each, self.worker.chunk_of(self.stages[-1]))
         spec = trace.messages.specs[each].tensor
         return tf.zeros(spec.shape, spec.dtype)
 
     def _device(self, trace: Trace, stage: Stage) -> str:
         return trace.devices[stage.place % len(trace.devices)]
+
+    def _in_pass(self, trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[Any]:
+        """In this context, operations belong to a pass of this worker's chunk with the stage."""
+        if trace.messages is None or self.worker is None:
+            return contextlib.nullcontext()
+        return trace.messages.in_pass(kind, self.worker.chunk_of(stage))
+
+    def _check_order(self, trace: Trace, stage: Stage, results: Sequence[tf.Tensor]) -> None:
+        """Refuses operations that TensorFlow would keep in the order of the trace, which is not that of several chunks.
+
+        Raises:
+          ConfigError: The stage has such an operation.
+        """
+        several = trace.messages is not None and trace.messages.chunks > 1
+        if several and any(result.op.type == "StatefulPartitionedCall" for result in results):
+            names = dict.fromkeys(step.name for step in stage.steps)
+            raise ConfigError(
+                f"--stages_per_device: stage {stage.number} ({', '.join(names)}) prints, calls Python or changes other "
+                "state, which has a fixed order. Use --stages_per_device=1, or a pipeline within a worker."
+            )
 
     def _divided(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
         """In this context layers compute with the parts on the devices of a stage."""
@@ -170,7 +196,7 @@ class Pipeline:
         done = trace.done.setdefault(number, [])
         limit = micro_batches_in_flight(number, len(self.stages), self.devices.places, self.schedule)
         if trace.messages:
-            limit = None  # passes are traced in the order of the schedule
+            limit = None  # they order the passes
         waits = [done[-limit]] if limit is not None and len(done) >= limit else []
         learning = [place for place, tensor in enumerate(tensors) if tensor.dtype.is_floating]
         every: list[tf.Tensor] = []
@@ -188,10 +214,11 @@ class Pipeline:
                 if not self._recompute:
                     tape.watch(floats)
                 every[:] = results_of(floats)
+            self._check_order(trace, program.stage, every)
             outputs = [result for result in every if result.dtype.is_floating]
 
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                with tf.device(device), self._divided(program.stage):
+                with self._in_pass(trace, BACKWARD, program.stage), tf.device(device), self._divided(program.stage):
                     again = outputs
                     if self._recompute:
                         # After the incoming gradient; otherwise two equal calls would be merged.
@@ -202,6 +229,8 @@ class Pipeline:
                         again, floats, list(upstream), unconnected_gradients=tf.UnconnectedGradients.ZERO
                     )
                     done.append(tf.group(*gradients))
+                if trace.messages and self.worker:
+                    trace.messages.ends(BACKWARD, self.worker.chunk_of(program.stage), gradients)
                 return gradients
 
             return outputs, backward
