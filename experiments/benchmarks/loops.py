@@ -39,19 +39,21 @@ class FrameworkLoop:
         return float(result.loss[-1])
 
 
-SETTLED = 3  # steps of a run that `median_step_seconds` leaves out
+SETTLED = 3  # calls of a run that `median_step_seconds` leaves out
 
 
-def median_step_seconds(trainer: tfpar.Trainer, source: inputs.Source) -> float:
-    """Trains as `Trainer.fit` does, stopping after every step; the median seconds of a step.
+def median_step_seconds(trainer: tfpar.Trainer, source: inputs.Source, steps_per_call: int = 1) -> float:
+    """Trains as `Trainer.fit` does; the median seconds of a step.
 
     Args:
-      trainer: For more than `SETTLED` steps, with `steps_per_loop=1`.
+      trainer: For more than `SETTLED` calls of the program, each of `steps_per_call` steps (`--steps_per_loop`).
       source: Training examples.
+      steps_per_call: Steps after which time is taken.
     """
     ends: list[float] = []
-    trainer.fit(source, hooks=[tfpar.Hook(1, lambda state: ends.append(time.perf_counter()))])
-    return statistics.median(end - begin for begin, end in itertools.pairwise(ends[SETTLED - 1 :]))
+    trainer.fit(source, hooks=[tfpar.Hook(steps_per_call, lambda state: ends.append(time.perf_counter()))])
+    calls = itertools.pairwise(ends[SETTLED - 1 :])
+    return statistics.median(end - begin for begin, end in calls) / steps_per_call
 
 
 def take_turns(

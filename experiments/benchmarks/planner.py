@@ -30,7 +30,7 @@ from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Prediction
-from tfpar.training.planning.machines import through_grpc
+from tfpar.training.planning.machines import between_cpus
 from tfpar.training.planning.offline import plan_offline
 
 from absl import flags as absl_flags
@@ -41,9 +41,13 @@ _SHAPES = ("1x2", "1x4", "2x1", "4x1")
 flags.define(sections=[])
 CASES = absl_flags.DEFINE_list("cases", [f"{m}:{s}" for m in _MODELS for s in _SHAPES], "Cases, see above.")
 MOST = absl_flags.DEFINE_integer("most_plans", 0, "Plans that run, the best predicted; 0: all.", lower_bound=0)
-STEPS = absl_flags.DEFINE_integer(
-    "measured_steps", 4, "Steps of a turn that count, of which the median is taken.", lower_bound=1
+CALLS = absl_flags.DEFINE_integer(
+    "measured_calls",
+    4,
+    "Calls of the training program in a turn that count, of which the median is taken.",
+    lower_bound=1,
 )
+STEPS = absl_flags.DEFINE_integer("steps_per_call", 10, "Steps of a call.", lower_bound=1)
 TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each plan.", lower_bound=1)
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
@@ -57,8 +61,9 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
 
-    steps = SETTLED + STEPS.value
-    config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": steps, "steps_per_loop": 1, "verbose": 0})
+    each = STEPS.value
+    length = {"steps": (SETTLED + CALLS.value) * each, "steps_per_loop": each}
+    config = tfpar.ExperimentConfig.from_flat_dict({**options, **length, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
     before = resident()
@@ -68,7 +73,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         config=config,
         runtime=runtime,
     )
-    seconds = median_step_seconds(trainer, source)
+    seconds = median_step_seconds(trainer, source, each)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "memory": (peak - before) / runtime.topology.local_devices}
 
@@ -94,7 +99,7 @@ def run_case(case: str) -> str:
     workers, devices = map(int, shape.split("x"))
     common = {"model": name, "dataset": dataset, "global_batch_size": int(batch), "devices": devices}
     config = tfpar.ExperimentConfig.from_flat_dict(common)
-    answer = plan_offline(config, hosts=workers, flops=0.0, between=through_grpc(Machine().between))
+    answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus(Machine().between.bandwidth, "gloo"))
     plans = answer.fitting[: MOST.value or None]
     ran: list[list[dict[str, float]]] = [[] for _ in plans]
     for _ in range(TURNS.value):

@@ -23,7 +23,7 @@ from tfpar.process.activity import activity
 from tfpar.process.exit_codes import PeerLostError
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning.facts import Build, Facts, find_facts
-from tfpar.training.planning.machines import Given, machine_of, through_grpc
+from tfpar.training.planning.machines import Given, between_cpus, machine_of
 from tfpar.training.planning.offline import model_axis_sizes
 from tfpar.training.planning.question import question_of
 
@@ -181,13 +181,16 @@ def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, most_
 
 
 def _machine(config: ExperimentConfig, topology: Topology, facts: Facts) -> Machine:
+    # With `auto`, all workers are expected to be able to use what this one can.
+    may_use_gloo = topology.transport == "auto" and not topology.transport_reason
+    transport = "gloo" if may_use_gloo else topology.transport
     return machine_of(
         *(topology.workers, topology.local_devices, topology.device_type),
         precision=config.precision.precision,
         measured=facts.measured,
         given=Given(
             memory=parse_size(config.strategy.device_memory),
-            between=None if topology.device_type == "GPU" else through_grpc(Machine().between),
+            between=None if topology.device_type == "GPU" else between_cpus(Machine().between.bandwidth, transport),
         ),
         workers_here=topology.workers_here,
     )

@@ -19,6 +19,8 @@ _REACHED = 0.4
 _NVLINK, _GPU_MESSAGE_S, _GPU_MEMORY_BANDWIDTH = 100e9, 2e-5, 1e12
 # The largest bandwidth of TensorFlow's collectives over gRPC on any link, and their latency.
 GRPC_BANDWIDTH, GRPC_LATENCY_S = 4e8, 1e-3
+# The same of the native transport over Gloo, which sums in chunks.
+_GLOO_BANDWIDTH, _GLOO_LATENCY_S, _GLOO_CHUNK_BYTES = 1.5e9, 2e-4, 512 << 10
 
 
 def device_memory(device_type: str, devices_here: int) -> int:
@@ -110,9 +112,16 @@ def machine_of(
     )
 
 
-def through_grpc(link: Link) -> Link:
-    """A link between CPUs as TensorFlow's collectives can use it."""
-    return Link(link.latency + GRPC_LATENCY_S, 1 / (1 / link.bandwidth + 1 / GRPC_BANDWIDTH))
+def between_cpus(bandwidth: float, transport: str) -> Link:
+    """A link between CPUs as a transport can use it.
+
+    Args:
+      bandwidth: Bytes per second of the network.
+      transport: `gloo` or `tensorflow`.
+    """
+    if transport == "gloo":
+        return Link(_GLOO_LATENCY_S, 1 / (1 / bandwidth + 1 / _GLOO_BANDWIDTH), chunk_bytes=_GLOO_CHUNK_BYTES)
+    return Link(Machine().between.latency + GRPC_LATENCY_S, 1 / (1 / bandwidth + 1 / GRPC_BANDWIDTH))
 
 
 def _share(workers_here: int) -> float:
