@@ -1,9 +1,9 @@
 """Efficiency of a pipeline over workers, each of which has one core of its own, beside a single worker with one core.
 
 The efficiency is the time of a step on one worker over S times that on S workers, with the same micro-batches. A
-pipeline without overhead and with stages of equal cost reaches M / (M + S - 1): `of the bound` is the measured
-efficiency over that. Both sides take turns, several times; the median step of each run is taken, and the fastest run
-of each side counts. Needs a core for each worker and a quiet machine.
+pipeline without overhead, with V stages of equal cost on each worker, reaches M / (M + (S - 1) / V): `of the bound` is
+the measured efficiency over that. Both sides take turns, several times; the median step of each run is taken, and the
+fastest run of each side counts. Needs a core for each worker and a quiet machine.
 
   python experiments/benchmarks/pipeline.py
   python experiments/benchmarks/pipeline.py --stages=2 --micro_batches=16 --jit_compile=false
@@ -40,7 +40,8 @@ MODEL_ARGS = absl_flags.DEFINE_string("model_args", '{"width": 256, "depth": 8}'
 DATASET = absl_flags.DEFINE_string("dataset", "synthetic:tokens:512", "Data to train it on.")
 BATCH = absl_flags.DEFINE_integer("batch", 32, "Examples of a step.", lower_bound=1)
 LENGTH = absl_flags.DEFINE_integer("sequence_length", 128, "Tokens of an example.", lower_bound=1)
-STAGES = absl_flags.DEFINE_integer("stages", 2, "Stages, each on a worker.", lower_bound=2)
+STAGES = absl_flags.DEFINE_integer("stages", 2, "Workers of the pipeline.", lower_bound=2)
+IN_TURN = absl_flags.DEFINE_integer("stages_per_device", 1, "Stages of each worker, in turn.", lower_bound=1)
 MICRO_BATCHES = absl_flags.DEFINE_integer("micro_batches", 8, "Micro-batches of a step.", lower_bound=1)
 JIT = absl_flags.DEFINE_string("jit_compile", "auto", "As in the experiments.")
 SCHEDULE = absl_flags.DEFINE_string("pipeline_schedule", "1f1b", "As in the experiments.")
@@ -81,7 +82,11 @@ def on_workers(workers: int) -> float:
         "steps_per_loop": 1,
         "transport": TRANSPORT.value if workers > 1 else "auto",
         **(
-            {"mesh": f"pipeline:{workers}", "pipeline_schedule": SCHEDULE.value}
+            {
+                "mesh": f"pipeline:{workers}",
+                "pipeline_schedule": SCHEDULE.value,
+                "stages_per_device": IN_TURN.value,
+            }
             if workers > 1
             else {"strategy": "one_device"}
         ),
@@ -109,7 +114,7 @@ def main(_: list[str]) -> None:
             print(f"turn {turn}: {workers} workers: {1e3 * found[-1]:.1f} ms a step", file=sys.stderr, flush=True)
     one, several = (min(found) for found in seconds.values())
     efficiency = one / (STAGES.value * several)
-    bound = MICRO_BATCHES.value / (MICRO_BATCHES.value + STAGES.value - 1)
+    bound = MICRO_BATCHES.value / (MICRO_BATCHES.value + (STAGES.value - 1) / IN_TURN.value)
     print(f"{describe_machine()}; {MODEL.value} {MODEL_ARGS.value}, batch {BATCH.value} of {LENGTH.value} tokens\n")
     print("| stages | micro-batches | one worker, ms | pipeline, ms | efficiency | bound | of the bound |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
