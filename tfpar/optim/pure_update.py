@@ -54,29 +54,16 @@ def pure_apply(
       ConfigError: An optimizer that does not pass `optimizers.check`.
       ValueError: The optimizer is not built, or a list does not fit it.
     """
-    if not optimizer.built:
-        raise ValueError(
-            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before pure_apply."
-        )
+    _check_arguments(optimizer, optimizer_variables, params, gradients)
     trainable, variables = keras_internals.trainable_variables(optimizer), optimizer.variables
-    for name, given, known in (
-        ("optimizer_variables", optimizer_variables, variables),
-        ("params", params, trainable),
-        ("gradients", gradients, trainable),
-    ):
-        if len(given) != len(known):
-            raise ValueError(f"{name} holds {len(given)} tensors, but {optimizer.name} was built for {len(known)}.")
-    check_optimizer(optimizer)
     # In the scope a variable's value is a tensor, which Keras can make no key from.
     keys = {id(variable): keras_internals.variable_key(optimizer, variable) for variable in trainable}
-    clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
-    in_order = bool(group_bytes) and type(optimizer) in ELEMENTWISE and not any(clips)
     view = keras_internals.view_of(
         *(optimizer, PureUpdate, learning_rate),
         _keys=keys,
         _beside=beside,
         _factor=factor,
-        _group_bytes=group_bytes if in_order else 0,
+        _group_bytes=group_bytes if _updates_each_alone(optimizer) else 0,
     )
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
     # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
@@ -87,6 +74,34 @@ def pure_apply(
         [scope.get_current_value(variable) for variable in trainable],
         [scope.get_current_value(variable) for variable in variables],
     )
+
+
+def _check_arguments(
+    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[tf.Tensor],
+    params: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor | None],
+) -> None:
+    """Raises the errors of `pure_apply`."""
+    if not optimizer.built:
+        raise ValueError(
+            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before pure_apply."
+        )
+    trainable = keras_internals.trainable_variables(optimizer)
+    for name, given, known in (
+        ("optimizer_variables", optimizer_variables, optimizer.variables),
+        ("params", params, trainable),
+        ("gradients", gradients, trainable),
+    ):
+        if len(given) != len(known):
+            raise ValueError(f"{name} holds {len(given)} tensors, but {optimizer.name} was built for {len(known)}.")
+    check_optimizer(optimizer)
+
+
+def _updates_each_alone(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the update of a weight reads nothing of the others."""
+    clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+    return type(optimizer) in ELEMENTWISE and not clips
 
 
 class PureUpdate(OptimizerView):
