@@ -108,6 +108,20 @@ def test_replicas_of_a_worker_exchange_once():
     assert predict_plan(question(machine), plan(data=8)).time.exchange == pytest.approx(32e6 / 1e8)
 
 
+def test_shards_cost_what_they_send():
+    """Gradients of every micro-batch go to their owners; each weight is gathered twice and scattered once."""
+    link = Link(1e-3, 1e9)
+
+    def exchange(shard: str, micro_batches: int) -> float:
+        machine = question(on(1, 4, between=link))
+        return predict_plan(machine, plan(data=4, shard=shard, micro_batches=micro_batches)).time.exchange
+
+    once = exchange("none", 1)
+    assert exchange("none", 4) == exchange("optimizer", 4) == exchange("gradients", 1) == once
+    assert exchange("gradients", 4) == pytest.approx(2.5 * once)
+    assert exchange("weights", 2) == pytest.approx(6 * 8 * (1e-3 + 0.75 * 4e6 / 1e9))
+
+
 def test_parts_and_stages_exchange_their_own():
     """All of a worker's parts are the whole model again; a worker with a stage of two exchanges half."""
     machine = on(2, 2, between=Link(0.0, 1e8))

@@ -8,8 +8,9 @@ takes at least the time of all their work at the rate of the cores.
 
 Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
 assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
-the replicas of a worker, then between workers, assumed not to overlap with the passes. The optimizer reads and writes
-weights, gradients and state once.
+the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
+twice for every micro-batch, and their gradients scattered. The optimizer reads and writes weights, gradients and state
+once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tfpar.parallel.planner.stages import Replica, Stage
 
 # The gradients of activations and of weights cost as much as the forward pass each.
 _PASSES = 3
+_SHARDED_BYTES = 4096  # of a weight that `--shard=weights` divides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,8 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     mesh = plan.mesh
     if mesh.data == 1:
         return 0.0
+    if plan.shard == "weights":
+        return _gathering(replica, plan, machine)
     of_worker = max(1, machine.devices // mesh.devices_of_replica)  # replicas
     workers = mesh.data // of_worker
     fullest = max(_trainable(each) for each in replica.weights)
@@ -132,8 +136,20 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     if spread > 1 and mesh.pipeline > 1:
         size = fullest * max(1, machine.devices)
     if exchange.seconds is None:
-        return seconds + _ring(size, workers, machine.between, machine)
-    return seconds + exchange.seconds(int(size / 4), workers, machine.between)
+        exchanged = _ring(size, workers, machine.between, machine)
+    else:
+        exchanged = exchange.seconds(int(size / 4), workers, machine.between)
+    # Sharded gradients go to their owners after every micro-batch; the sums come back once.
+    return seconds + exchanged * ((plan.micro_batches + 1) / 2 if plan.shard == "gradients" else 1)
+
+
+def _gathering(replica: Replica, plan: Plan, machine: Machine) -> float:
+    """Returns the seconds in which sharded weights are gathered for each forward and each backward pass, and their
+    gradients go to the owners. Each weight travels by itself."""
+    link = machine.between if machine.workers > 1 else machine.within
+    sharded = [weight for weight in replica.weights[0] if weight.trainable and weight.size >= _SHARDED_BYTES]
+    size = sum(weight.size for weight in sharded) * (plan.mesh.data - 1) / plan.mesh.data
+    return 3 * plan.micro_batches * (len(sharded) * link.latency + size / link.bandwidth)
 
 
 def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: int) -> float:
