@@ -28,7 +28,6 @@ from experiments.benchmarks.loops import SETTLED, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
-from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Prediction
 from tfpar.training.planning.machines import between_cpus
 from tfpar.training.planning.offline import plan_offline
@@ -99,7 +98,7 @@ def run_case(case: str) -> str:
     workers, devices = map(int, shape.split("x"))
     common = {"model": name, "dataset": dataset, "global_batch_size": int(batch), "devices": devices}
     config = tfpar.ExperimentConfig.from_flat_dict(common)
-    answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus(Machine().between.bandwidth, "gloo"))
+    answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus("gloo"))
     plans = answer.fitting[: MOST.value or None]
     ran: list[list[dict[str, float]]] = [[] for _ in plans]
     for _ in range(TURNS.value):

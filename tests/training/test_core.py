@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.graphs import ancestors
 from tfpar.inputs import Weighted
 from tfpar.training.core import Core
 from tfpar.training.objective import Goal, LocalSums, Objective, ObjectiveSums, SupervisedObjective, Totals
@@ -189,19 +190,6 @@ def test_any_objective_is_differentiated_and_added_up(accumulate_steps, jit):
     )
 
 
-def before(operation: tf.Operation) -> set[str]:
-    """Names of all operations that an operation waits for."""
-    found: set[str] = set()
-    left = [operation]
-    while left:
-        one = left.pop()
-        for other in [*one.control_inputs, *(tensor.op for tensor in one.inputs)]:
-            if other.name not in found:
-                found.add(other.name)
-                left.append(other)
-    return found
-
-
 def accumulated(core: Core, accumulate_steps: int) -> tuple[tf.Graph, LocalSums]:
     """The graph of `accumulate`, and its results in it."""
     data = batch(accumulate_steps, 4)
@@ -231,8 +219,8 @@ def test_unrolled_micro_batches_run_in_turn(in_turn):
     core = kind(model, SupervisedObjective(model, Goal(SPARSE, metrics=[])), unrolls=True)
     graph, sums = accumulated(core, 3)
     (_, last), (second, _), _ = products_by_micro_batch(graph)
-    assert (last.name in before(second)) == in_turn
-    assert last.name in before(sums.gradients[0].op) | before(sums.gradients[2].op)
+    assert (last in ancestors(second)) == in_turn
+    assert last in ancestors(sums.gradients[0].op) | ancestors(sums.gradients[2].op)
 
 
 def test_a_pipeline_adds_gradients_as_they_come():

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 # Types that the operations can sum; values that are only sent may be of any type.
 _DTYPES = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64})
-_CHUNK_BYTES = 512 << 10  # `kChunkBytes` in tfpar_ops/transport
+CHUNK_BYTES = 512 << 10  # `kChunkBytes` in tfpar_ops/transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class GlooGroup:
             dtypes=_DTYPES,
             messages=True,
             variable_sizes=True,
-            chunk_bytes=_CHUNK_BYTES,
+            chunk_bytes=CHUNK_BYTES,
         )
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:

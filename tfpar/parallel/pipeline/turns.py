@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.parallel.pipeline.cuts import EAGER, GPIPE
+from tfpar.parallel.pipeline.cuts import EAGER, GPIPE, micro_batches_in_flight
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -33,12 +33,10 @@ def turns(place: int, workers: int, micro_batches: int, schedule: str, chunks: i
     groups = [range(first), *(range(start, start + workers) for start in range(first, micro_batches, workers))]
     forward = [(FORWARD, number, chunk) for group in groups for chunk in range(chunks) for number in group]
     backward = [(BACKWARD, number, chunk) for group in groups for chunk in reversed(range(chunks)) for number in group]
-    later = workers - place - 1
-    ahead = 1 + later * (2 if chunks > 1 or schedule == EAGER else 1) + (chunks - 1) * first
-    if schedule == GPIPE:
-        ahead = len(forward)
-    order = forward[:ahead]
-    rest = forward[ahead:]
+    started = EAGER if chunks > 1 and schedule != GPIPE else schedule
+    limit = micro_batches_in_flight(place, workers, workers, started)
+    ahead = len(forward) if limit is None else limit + (chunks - 1) * first
+    order, rest = forward[:ahead], forward[ahead:]
     for number, turn in enumerate(backward):
         order.append(turn)
         order += rest[number : number + 1]

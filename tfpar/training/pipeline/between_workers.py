@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Channel
+from tfpar.collectives.group import allocate_instance_keys
+from tfpar.collectives.tensorflow import Channel, new_group
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn, turns
@@ -28,7 +29,7 @@ from tfpar.training.pipeline.stage_program import Stage
 import keras
 import tensorflow as tf
 
-_KEYS_OF_TRACE, _OTHER_KEYS = 1 << 16, 1 << 10
+_KEYS_OF_TRACE = 1 << 16
 
 # Counts the traces of all models of the process, because TensorFlow's runtime keeps the shape of every message.
 _traces = itertools.count()
@@ -71,6 +72,11 @@ class PipelineWorker:
     def has(self, stage: Stage) -> bool:
         """Whether this worker has a stage."""
         return self.of_stage(stage) == self.rank
+
+    def all_reduce(self, value: tf.Tensor, ranks: Sequence[int] = ()) -> tf.Tensor:
+        """The sum over workers of the pipeline, by default over all; the same bits on each."""
+        group = new_group([self.first + rank for rank in ranks or range(self.peers.size)], self.first + self.rank)
+        return group.all_reduce(value, allocate_instance_keys(1, group)[0])
 
     def chunk_of(self, stage: Stage) -> int:
         """The chunk that a stage of this worker belongs to: the stages that follow each other on this worker."""
@@ -154,9 +160,9 @@ def specs_of(
 @dataclasses.dataclass(eq=False)
 class _Exchanged:
     """The crossings with gradients that one micro-batch has sent and received, with their tensors; for those that it
-    has sent, also the chunk."""
+    has sent, also the stage."""
 
-    sent: list[tuple[int, Crossing, tf.Tensor, int]] = dataclasses.field(default_factory=list)
+    sent: list[tuple[int, Crossing, tf.Tensor, Stage]] = dataclasses.field(default_factory=list)
     received: list[tuple[int, Crossing, tf.Tensor]] = dataclasses.field(default_factory=list)
 
 
@@ -203,24 +209,22 @@ class Messages:
         self.worker, self.device, self.chunks, self._schedule = worker, device, chunks, schedule
         self._crossings = list(enumerate(crossings))
         self._first_key = next(_traces) * _KEYS_OF_TRACE
-        self._other_keys = itertools.count(_KEYS_OF_TRACE - 1, -1)
+        self._other_keys = itertools.count(next(_traces) * _KEYS_OF_TRACE)
         self._passes: dict[Turn, _Pass] = {}
         self._exchanged: dict[int, _Exchanged] = {}
 
-    @contextlib.contextmanager
-    def in_pass(self, kind: str, chunk: int) -> Iterator[None]:
+    def in_pass(self, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:
         """Operations traced in this context belong to a pass of the micro-batch.
 
         Args:
           kind: `FORWARD` or `BACKWARD`.
-          chunk: The chunk of this worker.
+          stage: A stage of this worker; the pass is that of its chunk.
         """
-        with tf.control_dependencies([self._pass(kind, chunk).starts]):
-            yield
+        return tf.control_dependencies([self._pass(kind, stage).starts])
 
-    def ends(self, kind: str, chunk: int, results: Sequence[tf.Tensor]) -> None:
-        """Records results of a pass, which is over when all exist."""
-        self._pass(kind, chunk).results.append(tf.group(*results))
+    def ends(self, kind: str, stage: Stage, done: tf.Operation) -> None:
+        """Records an operation without which a pass is not over; arguments as of `in_pass`."""
+        self._pass(kind, stage).results.append(done)
 
     def turns(self, micro_batches: int) -> list[Turn]:
         """The order in which this worker runs its passes."""
@@ -236,22 +240,22 @@ class Messages:
                 one.listens._add_control_inputs(earlier)
                 earlier, before = before, one.results or [one.starts]
 
-    def _pass(self, kind: str, chunk: int) -> _Pass:
-        turn = kind, self.micro_batch, chunk
+    def _pass(self, kind: str, stage: Stage) -> _Pass:
+        turn = kind, self.micro_batch, self.worker.chunk_of(stage)
         if turn not in self._passes:
             with tf.control_dependencies(None), tf.device(self.device):
                 self._passes[turn] = _Pass(tf.no_op(), tf.no_op())
         return self._passes[turn]
 
-    def receive(self, each: int, chunk: int) -> tf.Tensor:
-        """A tensor of the graph from another worker, for a chunk, with its mask; a leaf of an open tape."""
+    def receive(self, each: int, stage: Stage) -> tf.Tensor:
+        """A tensor of the graph from another worker, for a stage, with its mask; a leaf of an open tape."""
         number, crossing = next(
             (number, one) for number, one in self._crossings if (one.tensor, one.target) == (each, self.worker.rank)
         )
         spec = self.specs[each]
-        value = self._receive(crossing.source, number, spec.tensor, chunk)
+        value = self._receive(crossing.source, number, spec.tensor, stage)
         if spec.mask is not None:
-            mask = self._receive(crossing.source, number, spec.mask, chunk, is_mask=True)
+            mask = self._receive(crossing.source, number, spec.mask, stage, is_mask=True)
             value = keras_internals.set_mask(value, mask)
         if spec.tensor.dtype.is_floating:
             self._of_micro_batch().received.append((number, crossing, watch(value)))
@@ -268,7 +272,7 @@ class Messages:
             if mask is not None:
                 self._send(crossing.target, number, mask, is_mask=True)
             if value.dtype.is_floating:
-                self._of_micro_batch().sent.append((number, crossing, value, self.worker.chunk_of(stage)))
+                self._of_micro_batch().sent.append((number, crossing, value, stage))
 
     def received_tensors(self) -> list[tf.Tensor]:
         """The tensors with gradients that this micro-batch has received."""
@@ -278,8 +282,8 @@ class Messages:
         """The tensors that this micro-batch has sent, and their gradients, from the workers that read them."""
         sent = self._of_micro_batch().sent
         gradients = [
-            self._receive(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), chunk, backward=True)
-            for number, crossing, value, chunk in sent
+            self._receive(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), stage, backward=True)
+            for number, crossing, value, stage in sent
         ]
         return [value for _, _, value, _ in sent], gradients
 
@@ -295,14 +299,14 @@ class Messages:
 
     def other_keys(self, count: int) -> list[int]:
         """Keys of messages that are sent once per step. Both workers must ask in the same order."""
-        return [self._first_key + next(self._other_keys) for _ in range(count)]
+        return [*itertools.islice(self._other_keys, count)]
 
     def _of_micro_batch(self) -> _Exchanged:
         return self._exchanged.setdefault(self.micro_batch, _Exchanged())
 
     def _key(self, number: int, *, is_mask: bool, backward: bool) -> int:
         key = (self.micro_batch * len(self._crossings) + number) * 4 + 2 * backward + is_mask
-        if key >= _KEYS_OF_TRACE - _OTHER_KEYS:
+        if key >= _KEYS_OF_TRACE:
             raise ConfigError(
                 f"--accumulate_steps: {self.micro_batch + 1} micro-batches, each with {len(self._crossings)} tensors "
                 "between stages, are too many for a pipeline over workers. Use fewer."
@@ -314,12 +318,12 @@ class Messages:
         source: int,
         number: int,
         spec: tf.TensorSpec,
-        chunk: int,
+        stage: Stage,
         *,
         is_mask: bool = False,
         backward: bool = False,
     ) -> tf.Tensor:
-        channel, one = self.channel(source, self.worker.rank), self._pass(BACKWARD if backward else FORWARD, chunk)
+        channel, one = self.channel(source, self.worker.rank), self._pass(BACKWARD if backward else FORWARD, stage)
         key = self._key(number, is_mask=is_mask, backward=backward)
         after = one.listens if channel.waits_apart else one.starts
         with tf.control_dependencies(None), tf.control_dependencies([after]), tf.device(self.device):

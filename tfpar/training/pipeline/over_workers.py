@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.collectives.group import allocate_instance_keys
-from tfpar.collectives.tensorflow import new_group
 from tfpar.config import ConfigError
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
@@ -183,10 +181,8 @@ class OverWorkersStep(PipelineStep):
 
     def _sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over the workers of the replica; the same bits on each."""
-        worker = self._worker
-        group = new_group([worker.first + rank for rank in range(worker.peers.size)], worker.first + worker.rank)
         with tf.device(self._pipeline.devices.host):
-            return group.all_reduce(value, allocate_instance_keys(1, group)[0])
+            return self._worker.all_reduce(value)
 
 
 def _traced(order: Sequence[Turn]) -> list[tuple[str, int]]:

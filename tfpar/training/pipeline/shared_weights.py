@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from tfpar.collectives.group import allocate_instance_keys
-from tfpar.collectives.tensorflow import new_group, run_unordered
+from tfpar.collectives.tensorflow import run_unordered
 from tfpar.parallel.split import Held
 from tfpar.training.pipeline.between_workers import Messages
 
@@ -38,8 +37,7 @@ def sum_of_holders(gradient: tf.Tensor, held: Held, messages: Messages) -> tf.Te
             other = ranks[1 - ranks.index(worker.rank)]
             if messages.channel(worker.rank, other).waits_apart:
                 return gradient + _exchanged(gradient, other, messages)
-        group = new_group([worker.first + rank for rank in ranks], worker.first + worker.rank)
-        return group.all_reduce(gradient, allocate_instance_keys(1, group)[0])
+        return worker.all_reduce(gradient, ranks)
 
 
 def _exchanged(gradient: tf.Tensor, other: int, messages: Messages) -> tf.Tensor:

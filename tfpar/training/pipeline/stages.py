@@ -133,15 +133,14 @@ class Pipeline:
                 how = {"compiles": self.compiles, "shares": shares}
                 program = StageProgram(self._model, stage, operation_fn, **how, option=self._option)
                 trace.programs[key] = program
-            with self._in_pass(trace, FORWARD, stage):
-                if messages and self.worker:
-                    chunk = self.worker.chunk_of(stage)
-                    values.update({each: messages.receive(each, chunk) for each in stage.given if each not in values})
+            with _in_pass(trace, FORWARD, stage):
+                if messages:
+                    values.update({each: messages.receive(each, stage) for each in stage.given if each not in values})
                 with tf.device(self._device(trace, stage)), self._divided(stage):
                     made = self._call(trace, trace.programs[key], [values[each] for each in stage.given])
             values.update(made)
-            if messages and self.worker:
-                messages.ends(FORWARD, self.worker.chunk_of(stage), [*made.values()])
+            if messages:
+                messages.ends(FORWARD, stage, tf.group(*made.values()))
                 messages.send(values, stage)
         outputs = [self._output(trace, values, id(symbol)) for symbol in graph.outputs]
         return keras.tree.pack_sequence_as(keras_compile.symbolic_outputs(graph), outputs)
@@ -151,19 +150,12 @@ class Pipeline:
         if each in values or trace.messages is None:
             return values[each]
         if trace.has_outputs:  # an earlier stage of another worker makes it
-            assert self.worker is not None
-            return trace.messages.receive(each, self.worker.chunk_of(self.stages[-1]))
+            return trace.messages.receive(each, self.stages[-1])
         spec = trace.messages.specs[each].tensor
         return tf.zeros(spec.shape, spec.dtype)
 
     def _device(self, trace: Trace, stage: Stage) -> str:
         return trace.devices[stage.place % len(trace.devices)]
-
-    def _in_pass(self, trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[Any]:
-        """In this context, operations belong to a pass of this worker's chunk with the stage."""
-        if trace.messages is None or self.worker is None:
-            return contextlib.nullcontext()
-        return trace.messages.in_pass(kind, self.worker.chunk_of(stage))
 
     def _check_order(self, trace: Trace, stage: Stage, results: Sequence[tf.Tensor]) -> None:
         """Refuses operations that TensorFlow would keep in the order of the trace, which is not that of several chunks.
@@ -218,7 +210,7 @@ class Pipeline:
             outputs = [result for result in every if result.dtype.is_floating]
 
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                with self._in_pass(trace, BACKWARD, program.stage), tf.device(device), self._divided(program.stage):
+                with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._divided(program.stage):
                     again = outputs
                     if self._recompute:
                         # After the incoming gradient; otherwise two equal calls would be merged.
@@ -229,14 +221,19 @@ class Pipeline:
                         again, floats, list(upstream), unconnected_gradients=tf.UnconnectedGradients.ZERO
                     )
                     done.append(tf.group(*gradients))
-                if trace.messages and self.worker:
-                    trace.messages.ends(BACKWARD, self.worker.chunk_of(program.stage), gradients)
+                if trace.messages:
+                    trace.messages.ends(BACKWARD, program.stage, done[-1])
                 return gradients
 
             return outputs, backward
 
         found = iter(stage(*(tensors[place] for place in learning)))
         return [next(found) if result.dtype.is_floating else result for result in every]
+
+
+def _in_pass(trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:
+    """In this context operations belong to a pass, if the pipeline spans several workers; see `Messages.in_pass`."""
+    return trace.messages.in_pass(kind, stage) if trace.messages else contextlib.nullcontext()
 
 
 class _Current(threading.local):

@@ -190,7 +190,7 @@ def _machine(config: ExperimentConfig, topology: Topology, facts: Facts) -> Mach
         measured=facts.measured,
         given=Given(
             memory=parse_size(config.strategy.device_memory),
-            between=None if topology.device_type == "GPU" else between_cpus(Machine().between.bandwidth, transport),
+            between=None if topology.device_type == "GPU" else between_cpus(transport),
         ),
         workers_here=topology.workers_here,
     )

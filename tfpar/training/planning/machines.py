@@ -8,6 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from tfpar.collectives import gloo
 from tfpar.collectives.cost_model import Link
 from tfpar.models.peak import peak_flops
 from tfpar.parallel.planner.machine import Machine
@@ -18,9 +19,9 @@ from tfpar.training.planning.measuring import Measured
 _REACHED = 0.4
 _NVLINK, _GPU_MESSAGE_S, _GPU_MEMORY_BANDWIDTH = 100e9, 2e-5, 1e12
 # The largest bandwidth of TensorFlow's collectives over gRPC on any link, and their latency.
-GRPC_BANDWIDTH, GRPC_LATENCY_S = 4e8, 1e-3
-# The same of the native transport over Gloo, which sums in chunks.
-_GLOO_BANDWIDTH, _GLOO_LATENCY_S, _GLOO_CHUNK_BYTES = 1.5e9, 2e-4, 512 << 10
+_GRPC_BANDWIDTH, _GRPC_LATENCY_S = 4e8, 1e-3
+# The same of the native transport over Gloo.
+_GLOO_BANDWIDTH, _GLOO_LATENCY_S = 1.5e9, 2e-4
 
 
 def device_memory(device_type: str, devices_here: int) -> int:
@@ -112,16 +113,12 @@ def machine_of(
     )
 
 
-def between_cpus(bandwidth: float, transport: str) -> Link:
-    """A link between CPUs as a transport can use it.
-
-    Args:
-      bandwidth: Bytes per second of the network.
-      transport: `gloo` or `tensorflow`.
-    """
+def between_cpus(transport: str) -> Link:
+    """The assumed link between CPUs of workers as a transport, `gloo` or `tensorflow`, can use it."""
+    link = Machine().between
     if transport == "gloo":
-        return Link(_GLOO_LATENCY_S, 1 / (1 / bandwidth + 1 / _GLOO_BANDWIDTH), chunk_bytes=_GLOO_CHUNK_BYTES)
-    return Link(Machine().between.latency + GRPC_LATENCY_S, 1 / (1 / bandwidth + 1 / GRPC_BANDWIDTH))
+        return Link(_GLOO_LATENCY_S, 1 / (1 / link.bandwidth + 1 / _GLOO_BANDWIDTH), chunk_bytes=gloo.CHUNK_BYTES)
+    return Link(link.latency + _GRPC_LATENCY_S, 1 / (1 / link.bandwidth + 1 / _GRPC_BANDWIDTH))
 
 
 def _share(workers_here: int) -> float:
