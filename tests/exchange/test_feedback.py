@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import residuals
 from tfpar.exchange import spec as specs
@@ -18,6 +20,11 @@ def bucket(text: str, elements: int) -> Bucket:
     return specs.parse(text).build([tf.TensorShape([elements])], world_group(1, 0), 0, "bucket")
 
 
+def compiled(one: Bucket) -> Callable[..., list[tf.Tensor]]:
+    """`reduce` for many steps."""
+    return tf.function(lambda gradients, step: one.reduce(gradients, step)[0], autograph=False)
+
+
 def exchanged(one: Bucket, gradient: np.ndarray, step: int = 0) -> np.ndarray:
     sums, _ = one.reduce([tf.constant(gradient, tf.float32)], tf.constant(step, tf.int64))
     return sums[0].numpy()
@@ -31,11 +38,13 @@ def least_norm_loss(feedback: bool) -> tuple[float, float]:
     """
     small = 0.5
     one = bucket(f"sign:pattern=all_gather,error_feedback={str(feedback).lower()}", 2)
+    reduce = compiled(one)
     x = np.array([1.0, 1.0])
     for step in range(600):
         # Of the subgradients at x1 = x2 one of those that are not 0, as the paper has it.
         gradient = small * np.sign(x.sum()) * np.ones(2) + (1.0 if x[0] >= x[1] else -1.0) * np.array([1.0, -1.0])
-        x -= 0.05 / np.sqrt(step + 1.0) * exchanged(one, gradient, step)
+        [sums] = reduce([tf.constant(gradient, tf.float32)], tf.constant(step, tf.int64))
+        x -= 0.05 / np.sqrt(step + 1.0) * sums.numpy()
     return x.sum(), small * abs(x.sum()) + abs(x[0] - x[1])
 
 
@@ -70,9 +79,10 @@ def test_a_small_tensor_loses_nothing_beside_a_large_one(spec):
     text = f"{spec}{separator}pattern=all_gather"
     one = specs.parse(text).build([tf.TensorShape(shape) for shape in UNEQUAL], world_group(1, 0), 0, "bucket")
     given, sent = (np.zeros(one.elements) for _ in range(2))
+    reduce = compiled(one)
     for step in range(100):
         gradients = unequal_gradients(step)
-        sums, _ = one.reduce([tf.constant(gradient) for gradient in gradients], tf.constant(step, tf.int64))
+        sums = reduce([tf.constant(gradient) for gradient in gradients], tf.constant(step, tf.int64))
         given += np.concatenate([gradient.ravel() for gradient in gradients])
         sent += np.concatenate([part.numpy().ravel() for part in sums])
     lost = given - sent - residuals.pending_of([one], 0)
@@ -120,11 +130,11 @@ def test_momentum_correction_and_factor_masking():
 
 def test_ramp_keeps_less_and_less():
     elements, steps = 4096, 40
-    one = bucket(f"topk:0.01,ramp_steps={steps}", elements)
-    kept = [
-        np.count_nonzero(exchanged(one, np.random.default_rng(step).standard_normal(elements), step))
-        for step in range(steps + 5)
-    ]
+    reduce = compiled(bucket(f"topk:0.01,ramp_steps={steps}", elements))
+    kept = []
+    for step in range(steps + 5):
+        gradient = tf.constant(np.random.default_rng(step).standard_normal(elements), tf.float32)
+        kept.append(np.count_nonzero(reduce([gradient], tf.constant(step, tf.int64))[0]))
     stages = [share for share in RAMP if share > 0.01]
     for number, share in enumerate(stages):
         begin = number * steps // len(stages)

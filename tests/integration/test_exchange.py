@@ -63,12 +63,11 @@ FEW = [
     "int4:bucket_bytes=20000",
     EARLY + "int4:bucket_bytes=20000",
 ]
-# And of each kind of codec, for one.
+# And some more kinds of codecs, for one; the proof has all.
 MORE = [
-    *FEW,
-    *("bf16", "fp16", "fp8", "int8", "int4:block=64,rounding=stochastic,scale=float32", "int2", "sign", "auto"),
-    *("topk:0.05,block=256,ramp_steps=4", "topk:0.05,block=256,momentum=0.9", "powersgd:2,start_after=2", RETUNED),
-    *("int8:warmup_steps=2", "int4:pattern=hierarchical"),
+    *("none", "fp8", "int8", "int2", "auto", "int4:pattern=ring", "topk:0.05,block=256,pattern=binary_blocks"),
+    *("topk:0.05,block=256,momentum=0.9", "powersgd:2,start_after=2", RETUNED, "int4:pattern=hierarchical"),
+    *("int4:bucket_bytes=20000", EARLY + "int4:bucket_bytes=20000"),
 ]
 LARGE = [index for index, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape) >= 1024]
 

@@ -32,7 +32,7 @@ def state_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_the_same_bits_as_on_the_device(optimizer, monkeypatch):
     """With several blocks, clipping, weight decay, a schedule and micro-batches."""
-    monkeypatch.setattr(offloaded, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(offloaded, "BLOCK_BYTES", 20_000)
     options = {"optimizer": optimizer, "accumulate_steps": 2}
     found, expected = trained("optimizer", **options), trained("none", **options)
     for states in ((divided.weights_of(found), divided.weights_of(expected)), (state_of(found), state_of(expected))):
