@@ -78,10 +78,11 @@ def test_weights_of_both_stages_masks_and_shortcuts_cross_workers(tmp_path):
 
 
 def test_four_workers_hold_a_pipeline(tmp_path):
-    """State in every stage, shortcuts past stages, losses of layers, a layer on two workers, several outputs."""
+    """State in every stage, shortcuts past stages, losses of layers, a layer on two workers, several outputs whose
+    losses are divided by different numbers."""
     mesh = {"mesh": "data:1,pipeline:4", "steps": 10}
     resnet = {"model": "resnet", "learning_rate": 0.03, "accumulate_steps": 1}
-    branches = {"model": "branches", "accumulate_steps": 4}
+    branches = {"model": "ignoring", "accumulate_steps": 4}
     state, shortcuts = on_workers(4, tmp_path / "out", {**mesh, **resnet}, {**mesh, **branches})
     assert_close(state, alone(**resnet, steps=10)[0])
     assert_close(shortcuts, alone(**branches, steps=10)[0])
@@ -90,6 +91,54 @@ def test_four_workers_hold_a_pipeline(tmp_path):
 def test_four_workers_hold_two_pipelines(tmp_path):
     """Stages exchange with those of the same place; with int4, a run that was stopped goes on to the same bits."""
     mesh = {"mesh": "data:2,pipeline:2", "accumulate_steps": 2}
+    int4 = {**mesh, "exchange": "int4:min_elements=64"}
+    saved = {**int4, "workdir": str(tmp_path / "run")}
+    dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
+    expected = alone("dense", accumulate_steps=2)[0]
+    assert_close(dense, expected)
+    for name, value in encoded.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert_near(encoded, expected)
+    assert int(encoded["sent"]) < int(dense["sent"]) / 2
+
+
+def test_two_workers_divide_the_layers_of_their_stages(tmp_path):
+    """Each has a stage, and two devices that divide its layers; both know the whole: in digests, checkpoints,
+    predictions. A divided tensor crosses the cut. A run that was stopped goes on to the end of one that was not, and
+    further on one device."""
+    options = {"accumulate_steps": 2, "clip_norm": 0.5}
+    saved = {"mesh": "pipeline:2,model:2", "devices": 2, **options, "workdir": str(tmp_path / "run")}
+    _, found = on_workers(2, tmp_path / "out", {**saved, "stop_after": 11}, {**saved, "predicts": True})
+    weights, _, (predictions,) = alone("dense", **options)
+    assert_close(found, {**weights, "predictions": predictions})
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
+    assert params_sha256(loaded.trainable_variables) == str(found["params_sha256"])
+    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, **options)
+    assert further.results["steps"] == divided.STEPS + 1
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("transport", ["gloo", "tensorflow"])
+def test_two_workers_divide_the_layers_of_several_models(tmp_path, transport):
+    """A tied table that both divide, attention, batch statistics, computed again; stages in turn."""
+    mesh = {"mesh": "pipeline:2,model:2", "devices": 2, "accumulate_steps": 2, "steps": 10, "transport": transport}
+    cases = {
+        "large_vocabulary": {},
+        "attention": {"pipeline_schedule": "eager_1f1b"},
+        "batch_statistics": {"pipeline_schedule": "gpipe"},
+        "vit": {"recompute": "blocks"},
+        "language_model": {"stages_per_device": 2},
+        "ignoring": {},
+    }
+    found = on_workers(2, tmp_path / "out", *({**mesh, "model": model, **how} for model, how in cases.items()))
+    for model, weights in zip(cases, found, strict=True):
+        assert_close(weights, alone(model, steps=10, accumulate_steps=2)[0])
+
+
+@pytest.mark.proof
+def test_three_axes_over_four_workers(tmp_path):
+    """Stages exchange with those of the same place; with int4, a run that was stopped goes on to the same bits."""
+    mesh = {"mesh": "data:2,pipeline:2,model:2", "devices": 2, "accumulate_steps": 2}
     int4 = {**mesh, "exchange": "int4:min_elements=64"}
     saved = {**int4, "workdir": str(tmp_path / "run")}
     dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
@@ -127,6 +176,6 @@ def test_stages_in_turn_over_the_transport_of_tensorflow(tmp_path):
     mesh = {"mesh": "data:1,pipeline:2", "stages_per_device": 2, "steps": 10, "transport": "tensorflow"}
     tied = {"model": "large_vocabulary", "accumulate_steps": 3}
     resnet = {"model": "resnet", "learning_rate": 0.03, "accumulate_steps": 2, "recompute": "blocks"}
-    first, second = on_workers(2, tmp_path / "out", {**mesh, **tied}, {**mesh, **resnet})
-    assert_close(first, alone(**tied, steps=10)[0])
-    assert_close(second, alone(**resnet, steps=10)[0])
+    cases = [tied, resnet, {"model": "branches", "accumulate_steps": 4}]
+    for case, found in zip(cases, on_workers(2, tmp_path / "out", *({**mesh, **case} for case in cases)), strict=True):
+        assert_close(found, alone(**case, steps=10)[0])

@@ -42,7 +42,7 @@ def test_sizes(text, workers, devices, mesh):
         ),
         ("data:2,model:4", "sizes must be 4"),
         ("model:3", "a mesh of 3 devices"),
-        ("pipeline:2,model:2", "must be within one worker .* --mesh=data:2,pipeline:2, or start 1 workers"),
+        ("pipeline:1,model:3", "a mesh of 3 devices"),
         ("data:2,pipeline:1", "a mesh of 2 devices"),
         ("sequence:2", "there is no 'sequence' axis yet. The axes are data, pipeline, model"),
         ("model", "'model' is not AXIS:SIZE"),
@@ -59,6 +59,15 @@ def test_what_does_not_fit_is_refused(text, message):
 def test_a_replica_has_whole_workers():
     with pytest.raises(ConfigError, match=r"must consist of whole workers .* --mesh=data:3,model:4, or start 2 wor"):
         parse_mesh("data:2,model:6", workers=3, devices=4)
+
+
+def test_the_devices_of_a_stage_are_in_one_worker():
+    assert parse_mesh("pipeline:2,model:2", workers=2, devices=2) == Mesh(pipeline=2, model=2)
+    message = (
+        r"each stage within one worker, and there are 4 workers x 1 device\. Use --mesh=data:4,pipeline:1, or start 1"
+    )
+    with pytest.raises(ConfigError, match=message):
+        parse_mesh("pipeline:2,model:2", workers=4, devices=1)
 
 
 def test_workers_share_a_replica():

@@ -20,7 +20,6 @@ from tfpar.parallel.split import (
     Split,
     assign_parts,
     assign_whole,
-    copy_here,
     held_by,
     parts_here,
     peers_of,
@@ -28,6 +27,7 @@ from tfpar.parallel.split import (
     shape_of,
     split_of,
     whole,
+    whole_here,
 )
 
 import keras
@@ -80,7 +80,7 @@ def snapshot_here(
             stretches = tuple(stretch for piece in pieces for stretch in piece.stretches)
             parts[name] = dataclasses.replace(pieces[0], stretches=stretches)
         elif held.counts_here if held else first:
-            arrays[name] = copy_here(variable)
+            arrays[name] = whole_here(variable)
     return arrays, parts
 
 

@@ -271,13 +271,15 @@ class Channel:
         if self.waits_apart:
             pair = self._pair(self.source)
             return pair.send(value, 1 - pair.rank, instance)
-        return tf.raw_ops.CollectiveBcastSendV2(
+        sent = tf.raw_ops.CollectiveBcastSendV2(
             input=_as_sent(value),
             group_size=2,
             group_key=channel_key(self.source, self.target),
             instance_key=instance,
             communication_hint="auto",
         )
+        # Otherwise TensorFlow 2.21 prunes a message that nothing on this worker waits for, and the other worker hangs.
+        return run_unordered(sent)
 
     def receive(self, spec: tf.TensorSpec, instance: int) -> tf.Tensor:
         """Receives a tensor of a known shape and type; see `Group.receive`."""
@@ -293,6 +295,7 @@ class Channel:
             T=sent,
             communication_hint="auto",
         )
+        received = run_unordered(received)  # see `send`
         received = received if sent == spec.dtype else tf.bitcast(received, spec.dtype)
         return tf.ensure_shape(received, spec.shape)
 

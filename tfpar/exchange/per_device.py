@@ -39,6 +39,8 @@ class DevicesOfReplica(NamedTuple):
       devices: For each place, the device of this worker's first replica; empty if these are the strategy's devices.
       parts: Workers that hold a replica between them.
       part: Which of its parts this worker has, from 0.
+      per_replica: Programs that the strategy runs for a replica on this worker; 0: those in `programs`. Others have
+        copies of what the first program exchanges, and nothing else.
     """
 
     indices: Sequence[Sequence[int]]
@@ -46,6 +48,12 @@ class DevicesOfReplica(NamedTuple):
     devices: Sequence[str] = ()
     parts: int = 1
     part: int = 0
+    per_replica: int = 0
+
+    @property
+    def program_count(self) -> int:
+        """Programs that the strategy runs for a replica on this worker."""
+        return self.per_replica or max(self.programs) + 1
 
 
 def places_that_divide(divided: Sequence[int], variables: int, size: int) -> DevicesOfReplica:
@@ -104,12 +112,10 @@ class PerDeviceReducer(Reducer):
 
     Args:
       reducers: One for each place, of the tensors in `indices`; all with the same exchange.
-      indices: The tensors of each place.
+      replica: How a replica is divided.
       devices: For each place, the device of this worker's first replica.
-      programs: See `DevicesOfReplica`.
       replicas: Replicas of this worker.
       groups: For each place, the devices of the first replica of each worker.
-      parts: Workers that hold a replica between them.
 
     Attributes:
       names: Names of the places in a checkpoint.
@@ -118,18 +124,17 @@ class PerDeviceReducer(Reducer):
     def __init__(
         self,
         reducers: Sequence[DenseReducer | CompressedReducer],
-        indices: Sequence[Sequence[int]],
+        replica: DevicesOfReplica,
         devices: Sequence[str],
-        programs: Sequence[int],
         replicas: int,
         groups: Sequence[Group],
-        parts: int = 1,
     ) -> None:
-        of_part = f"part_of_{parts}_" if parts > 1 else ""
+        of_part = f"part_of_{replica.parts}_" if replica.parts > 1 else ""
         self.names = [f"{of_part}device_{place}" for place in range(len(reducers))]
-        self._reducers, self._indices = list(reducers), [list(each) for each in indices]
+        self._reducers, self._indices = list(reducers), [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
-        self._programs, self._workers = list(programs), groups[0].size
+        self._programs, self._workers = list(replica.programs), groups[0].size
+        self._per_replica = replica.program_count
         self._alone = self._workers == 1 and replicas == 1
         self._instances = [allocate_instance_keys(1, group)[0] for group in groups]
 
@@ -193,8 +198,11 @@ class PerDeviceReducer(Reducer):
         """The sum of a short vector over all replicas. Called in a replica context."""
 
         def merged(strategy: tf.distribute.Strategy, value: Any) -> Any:
-            sums = []
+            sums: list[tf.Tensor] = []
             for program in range(self._per_replica):
+                if program not in self._programs:  # it has a copy
+                    sums.append(sums[0])
+                    continue
                 place = self._programs.index(program)
                 with tf.device(self._devices[place]):
                     own = self._local_sum(strategy, value, place)
@@ -214,11 +222,6 @@ class PerDeviceReducer(Reducer):
         return strategy.experimental_distribute_values_from_function(
             lambda context: by_program[context.replica_id_in_sync_group % self._per_replica]
         )
-
-    @property
-    def _per_replica(self) -> int:
-        """Programs that the strategy runs for a replica."""
-        return max(self._programs) + 1
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
         """Bytes of the exchanges of all places of a worker."""
@@ -309,5 +312,5 @@ def per_device_reducer(
             reducers.append(CompressedReducer(spec, own_shapes, own, device, seed))
         else:
             reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
-    replicas = len(running) // (max(replica.programs) + 1)
-    return PerDeviceReducer(reducers, replica.indices, devices, replica.programs, replicas, groups, replica.parts)
+    replicas = len(running) // replica.program_count
+    return PerDeviceReducer(reducers, replica, devices, replicas, groups)

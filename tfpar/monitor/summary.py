@@ -52,10 +52,11 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
             return self.read()  # one after the other: no worker need have room for all wholes
 
     def value_of(weight: keras.Variable, copy: Sequence[Any], replica: int) -> np.ndarray:
-        split = split_of(weight)
-        if split or held_by(weight):
-            return whole(weight, replica // split.size if split else 0)
-        return copy[replica].numpy()
+        if split := split_of(weight):
+            return whole(weight, replica // split.size)
+        value = copy[replica].numpy()
+        held = held_by(weight)
+        return held.fetch(value) if held else value
 
     return [
         run_state.params_sha256(

@@ -168,11 +168,11 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
             f"sizes must be {total}; --devices sets the number of devices of a worker."
         )
     of_replica = mesh.devices_of_replica
-    two_axes = mesh.pipeline > 1 and mesh.model > 1
-    if (devices % of_replica and of_replica % devices) or (of_replica > devices and two_axes):
+    divides_stages_between_workers = mesh.pipeline > 1 and of_replica > devices and devices % mesh.model
+    if (devices % of_replica and of_replica % devices) or divides_stages_between_workers:
         axis, must = ("pipeline" if mesh.pipeline > 1 else "model"), "consist of whole workers or fit in one"
-        if two_axes:
-            must = "be within one worker if it has both a pipeline and a model axis"
+        if divides_stages_between_workers:
+            must = "have the model axis of each stage within one worker"
         raise ConfigError(
             f"--mesh={text}: a replica must {must}, and there are {where}. Use --mesh=data:{workers},{axis}:{devices}, "
             f"or start {mesh.data} workers with --devices={of_replica}."

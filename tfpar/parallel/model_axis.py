@@ -14,6 +14,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
+from tfpar.collectives.group import Capabilities
 from tfpar.collectives.tensorflow import TensorFlowGroup, device_group
 from tfpar.parallel.replica import static_replica_id
 
@@ -82,9 +83,43 @@ class ModelAxis:
                 sums.append(place.sum(value if program == 0 else tf.zeros_like(value)))
         return sums[0]
 
+    def on_no_device(self) -> contextlib.AbstractContextManager[Place]:
+        """Returns a context for a trace that only finds shapes: layers compute with parts, and nothing is sent."""
+        capabilities = self._places[0][0].group.capabilities
+        return at_place(Place(_Unsent(self.size, capabilities), "", itertools.count(1)))
+
     def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
         """Calls `on` for the program of the current replica context."""
         return self.on(static_replica_id() % len(self._places), stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unsent:
+    """The first member of a group whose calls give tensors of the right shapes and send nothing.
+
+    Attributes:
+      size: Number of members.
+      capabilities: Those of the group that it stands for.
+    """
+
+    size: int
+    capabilities: Capabilities
+    rank = 0
+
+    def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group`."""
+        del instance
+        return value
+
+    def all_to_all(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group`."""
+        del instance
+        return rows
+
+    def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group`."""
+        del instance
+        return tf.repeat(row, self.size, axis=0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +134,7 @@ class Place:
         only a part of the sum, and t - 1 times a tensor that all devices receive.
     """
 
-    group: TensorFlowGroup
+    group: TensorFlowGroup | _Unsent
     device: str
     _instance_keys: Iterator[int]
     sent: list[int] = dataclasses.field(default_factory=list, repr=False)

@@ -144,17 +144,24 @@ _ATTRIBUTE, _PEERS, _HELD = "tfpar_split", "tfpar_peers", "tfpar_held"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
-    """The location of a variable that some workers of a replica hold whole; on the others it has no elements.
+    """The location of a variable that some workers of a replica hold; on the others it has no elements.
 
     Attributes:
-      shape: Shape of the variable on the workers that hold it.
+      shape: Shape of the whole variable, which the devices of a holder may divide.
       ranks: Ranks, among the replica's workers, of the workers that hold it, ascending.
       peers: The replica's workers.
+      split: Its division over the devices of a holder.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     peers: ReplicaPeers
+    split: Split | None = None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of what a device of a holder has."""
+        return self.split.part_shape(self.shape) if self.split else self.shape
 
     @property
     def here(self) -> bool:
@@ -182,7 +189,7 @@ def held_by(variable: keras.Variable) -> Held | None:
 
 
 def hold(variable: keras.Variable, held: Held, place: int) -> None:
-    """Replaces a variable on the host with one on a device of this worker, or with one without elements.
+    """Replaces a variable on the host with one on devices of this worker, or with one without elements.
 
     Args:
       variable: A variable that was created outside the strategy. Each worker creates its own: no strategy could mirror
@@ -190,10 +197,11 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
       held: The location of the variable.
       place: The place in this worker's part of a pipeline.
     """
-    value = variable.numpy()
-    with at(place):
-        keras_internals.replace_value(variable, value if held.here else np.zeros([0], value.dtype))
-    mark_place(variable, place)
+    if held.here:
+        move_to_devices(variable, held.split, place)
+    else:
+        keras_internals.replace_value(variable, np.zeros([0], variable.dtype))
+        mark_place(variable, place)
     vars(variable)[_HELD] = held
 
 
@@ -231,13 +239,24 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
       variable: The variable.
       replica: For a divided variable, the index of this worker's replica to read.
     """
-    split, held = split_of(variable), held_by(variable)
-    if split is None:
-        value = copy_here(variable)
-        return held.fetch(value) if held else value
-    parts = [part.numpy() for part in _parts(variable, replica)]
-    peers = peers_of(variable)
-    return split.joined(peers.gather(parts) if peers else parts)
+    split, held, peers = split_of(variable), held_by(variable), peers_of(variable)
+    if split is None or peers is None:
+        value = whole_here(variable, replica)
+    else:
+        value = split.joined(peers.gather([part.numpy() for part in _parts(variable)]))
+    return held.fetch(value) if held else value
+
+
+def whole_here(variable: keras.Variable, replica: int = 0) -> np.ndarray:
+    """Returns a copy of the whole value of a variable that this worker has, or all parts of it. Needs no communication.
+
+    Args:
+      variable: The variable.
+      replica: For a divided variable, the index of this worker's replica to read.
+    """
+    if split := split_of(variable):
+        return split.joined([part.numpy() for part in _parts(variable, replica)])
+    return np.array(variable.numpy(), copy=True, order="C")
 
 
 def ranks_here(variable: keras.Variable) -> range:
@@ -257,11 +276,6 @@ def parts_here(variable: keras.Variable) -> list[np.ndarray]:
         own = sum(taken for _, taken in split.stretches(length[split.axis], rank))
         copies.append(part.numpy()[(*[slice(None)] * split.axis, slice(own))])
     return copies
-
-
-def copy_here(variable: keras.Variable) -> np.ndarray:
-    """Returns a copy of this worker's value of an undivided variable. Needs no communication."""
-    return np.array(variable.numpy(), copy=True, order="C")
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tfpar.optim import keras_calls
 from tfpar.parallel.model_axis import Place, current_place
-from tfpar.parallel.split import FlatSplit, split_of
+from tfpar.parallel.split import FlatSplit, shape_of, split_of
 
 import keras
 import tensorflow as tf
@@ -49,19 +49,18 @@ def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -
 
 def shown_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which sharded weights report their whole shape, because some layers read it."""
-    return _as_whole(variables) if current_place() else contextlib.nullcontext()
+    splits = [(variable, split_of(variable)) for variable in variables] if current_place() else []
+    return keras_calls.shapes_of_variables(
+        [(variable, split.shape) for variable, split in splits if isinstance(split, FlatSplit)]
+    )
 
 
 def traced_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context for tracing a call of the model by itself, outside a replica: nothing is gathered, and sharded
-    weights report their whole shape."""
-    return contextlib.nullcontext() if current_place() else _as_whole(variables)
-
-
-def _as_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
-    splits = [(variable, split_of(variable)) for variable in variables]
-    shapes = [(variable, split.shape) for variable, split in splits if isinstance(split, FlatSplit)]
-    return keras_calls.shapes_of_variables(shapes) if shapes else contextlib.nullcontext()
+    """Returns a context for tracing a call of the model by itself, outside a replica: nothing is gathered, and
+    variables that are not whole here report their whole shape."""
+    if current_place():
+        return contextlib.nullcontext()
+    return keras_calls.shapes_of_variables([(variable, shape_of(variable)) for variable in variables])
 
 
 class Wholes:

@@ -182,6 +182,7 @@ MODELS = {
     "recurrent": recurrent,
     "resnet": resnet,
     "branches": branches,
+    "ignoring": branches,
 }
 IMAGES = ("vit", "resnet")
 
@@ -200,7 +201,7 @@ def data(model: str) -> tuple[Any, Any]:
     shape = (8, 8, 1) if model in IMAGES else (12,)
     x = generator.normal(size=(EXAMPLES, *shape)).astype(np.float32)
     kinds = x.reshape(EXAMPLES, -1)[:, :3].argmax(axis=1).astype(np.int32)
-    if model == "branches":
+    if model in ("branches", "ignoring"):
         return {"first": x, "second": x[::-1].copy()}, {"kind": kinds, "size": x[:, :1]}
     return x, kinds
 
@@ -237,6 +238,9 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
         metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy("nats", from_logits=True)]
     if model == "branches":
         loss, metrics = {"kind": loss, "size": "mse"}, {"kind": "accuracy"}
+    if model == "ignoring":  # the losses are divided by different numbers
+        loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1), "size": "mse"}
+        metrics = {}
     mesh = config.strategy.mesh
     layout = map_of_backbone(mesh) if model == "grouped_query" and "model" in mesh else None
     trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime, layout=layout)

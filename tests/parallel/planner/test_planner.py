@@ -147,6 +147,14 @@ def test_messages_go_there_and_back():
     assert time.seconds == pytest.approx(2 * 16, rel=0.01)
 
 
+def test_devices_that_divide_a_stage_send_over_the_link_of_their_worker():
+    """What they sum stays within the worker."""
+    machine = on(2, 2, within=Link(0.0, 1e30), between=Link(0.0, 1e9))
+    time = predict_plan(question(machine), plan(pipeline=2, model=2)).time
+    assert time.messages == pytest.approx(2 * 2 * 16e6 / 1e9)
+    assert time.sums == pytest.approx(0.0, abs=1e-6)
+
+
 # Memory
 
 
@@ -232,8 +240,8 @@ def test_less_memory_leaves_fewer_plans():
 
 def test_meshes_are_those_that_the_flag_takes():
     found = {(each.data, each.pipeline, each.model) for each in meshes(on(4, 2), (1, 2, 8))}
-    assert {(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)} <= found
-    assert (1, 4, 2) not in found  # a replica on two workers with two axes
+    assert {(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 4, 2)} <= found
+    assert not [*meshes(on(1, 4), (1, 2), {"data": 1, "pipeline": 2})]  # a stage on two workers
     assert all(data * pipeline * model == 8 for data, pipeline, model in found)
     assert {each.model for each in meshes(on(4, 2), (1, 2), {"model": 2})} == {2}
 

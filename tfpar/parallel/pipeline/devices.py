@@ -15,6 +15,7 @@ from tfpar.parallel.replica import static_replica_id
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils
 
 _ATTRIBUTE = "tfpar_place"
 
@@ -73,6 +74,38 @@ class PipelineDevices:
             _current.copies += 1
             with tf.device(row[_current.place]):
                 return create(**options)
+
+        with tf.variable_creator_scope(make):
+            yield
+
+    @contextlib.contextmanager
+    def creating_own(self, strategy: tf.distribute.Strategy) -> Iterator[None]:
+        """Returns a context in which this worker creates variables that other workers do not have; use it instead of
+        `creating` and the scope of the strategy.
+
+        A strategy over workers creates every variable on all of them, with the values of the first. Here a variable is
+        mirrored over the replicas of this worker, at the place that `at` gives.
+
+        Args:
+          strategy: The strategy that will run the replicas.
+        """
+
+        def make(create: Callable[..., Any], **options: Any) -> Any:
+            place, initial = _current.place or 0, options["initial_value"]
+            value = initial() if callable(initial) else initial
+
+            def copies(**options: Any) -> list[tf.Variable]:
+                made = []
+                for row in self._rows:
+                    with tf.device(row[place]):
+                        made.append(create(**{**options, "initial_value": value}))
+                return made
+
+            if len(self._rows) == 1:
+                return copies(**options)[0]
+            # As `MirroredExtended._create_variable` of TensorFlow 2.21 does.
+            classes, policies = distribute_utils.VARIABLE_CLASS_MAPPING, distribute_utils.VARIABLE_POLICY_MAPPING
+            return distribute_utils.create_mirrored_variable(strategy, copies, classes, policies, **options)
 
         with tf.variable_creator_scope(make):
             yield

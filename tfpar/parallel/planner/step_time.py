@@ -68,7 +68,7 @@ def step_time(
         flops = _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
         return flops * examples / machine.flops + machine.pass_seconds * stage.flops / max(whole, 1.0)
 
-    spans = mesh.devices_of_replica > machine.devices
+    spans = mesh.model > machine.devices
     ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
     devices = range(mesh.pipeline)
     work = [sum(map(alone, replica.of_device(device))) for device in devices]
@@ -110,7 +110,8 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
     for number, stage in enumerate(replica.stages[1:], start=1):
         crosses = plan.mesh.pipeline > here and number % here == 0
         link = machine.between if crosses else machine.within
-        taken.append(link.latency + stage.received * examples / link.bandwidth)
+        size = stage.received * (plan.mesh.model if crosses else 1)  # the devices of a stage share the link of a worker
+        taken.append(link.latency + size * examples / link.bandwidth)
     # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
     return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
 

@@ -103,7 +103,7 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
 
     batch = tf.nest.map_structure(lambda spec: tf.TensorSpec([examples, *spec.shape], spec.dtype), input_spec)
     try:
-        with traced_whole(model.trainable_variables):
+        with traced_whole(model.variables):
             specs = [
                 [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
                 for variables in (model.trainable_variables, model.non_trainable_variables)

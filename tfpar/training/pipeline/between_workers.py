@@ -20,7 +20,7 @@ from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn, turns
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import shape_of
+from tfpar.parallel.split import held_by
 from tfpar.parallel.topology import Topology
 from tfpar.training.model.call import watch
 from tfpar.training.pipeline.graph import GraphStep, Values, run_steps
@@ -130,6 +130,8 @@ def specs_of(
 ) -> Mapping[int, Spec]:
     """The specs of all tensors that steps compute, by identity. Nothing is run.
 
+    Call it at the place of a model axis, if there is one: values within divided layers have the shapes of parts.
+
     Args:
       model: The model.
       graph: Its graph.
@@ -142,10 +144,8 @@ def specs_of(
     def forward(*given: tf.Tensor) -> None:
         values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
         scope = keras.StatelessScope()
-        for variable in model.variables:
-            scope.state_mapping[id(variable)] = tf.zeros(shape_of(variable), variable.dtype)
-        whole = [(variable, shape_of(variable)) for variable in model.variables]
-        with scope, keras_calls.shapes_of_variables(whole):  # layers ask variables for their shapes
+        scope.state_mapping.update({id(variable): zeros_like(variable) for variable in model.variables})
+        with scope, as_if_here(model):
             run_steps(steps, values, operation_fn)
         for each, value in values.items():
             mask = keras_internals.mask_of(value)
@@ -155,6 +155,19 @@ def specs_of(
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
     tf.function(forward, autograph=False).get_concrete_function(*specs)
     return found
+
+
+def as_if_here(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """In this context variables say that they have the shapes that they have on workers that hold them, for which
+    layers ask."""
+    held = [(variable, held_by(variable)) for variable in model.variables]
+    return keras_calls.shapes_of_variables((variable, where.part_shape) for variable, where in held if where)
+
+
+def zeros_like(variable: keras.Variable) -> tf.Tensor:
+    """Zeros in the shape of what a device has on a worker that holds a variable."""
+    held = held_by(variable)
+    return tf.zeros(held.part_shape if held else variable.shape, variable.dtype)
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,7 +14,7 @@ from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_at, cut_evenly
 from tfpar.parallel.pipeline.devices import PipelineDevices
-from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
+from tfpar.parallel.split import Held, Split, hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.between_workers import PipelineWorker
@@ -78,25 +78,26 @@ def make_pipeline(
     keras_calls.replace_graph_run(graph, pipeline.run)
     if announced:
         _announce(stages, costs, places, experiment.train.accumulate_steps, worker)
-    if worker:
-        _hold_own(model, stages, worker)
-        return pipeline
     splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
+    if worker:
+        _hold_own(model, stages, worker, splits)
+        return pipeline
     place_by_variable = _places(stages)
     for variable in model.variables:
         move_to_devices(variable, splits.get(id(variable)), place_by_variable.get(id(variable), 0))
     return pipeline
 
 
-def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorker) -> None:
-    """Keeps the variables of this worker's stages, and only the names of the others."""
+def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorker, splits: Mapping[int, Split]) -> None:
+    """Keeps the variables of this worker's stages, or parts of them, and only the names of the others."""
     for variable in model.variables:
         using = [stage for stage in stages if any(each is variable for step in stage.steps for each in step.variables)]
         ranks = sorted({worker.of_stage(stage) for stage in using}) or [0]
         own = [stage.place % worker.places for stage in using if worker.has(stage)]
         if is_seed_state(variable):  # every step derives them again
             ranks = list(range(worker.peers.size))
-        hold(variable, Held(tuple(variable.shape), tuple(ranks), worker.peers), own[0] if own else 0)
+        held = Held(tuple(variable.shape), tuple(ranks), worker.peers, splits.get(id(variable)))
+        hold(variable, held, own[0] if own else 0)
 
 
 def check_pipeline(core: Core) -> None:

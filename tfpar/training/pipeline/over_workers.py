@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.config import ConfigError
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
 from tfpar.parallel.split import held_by
@@ -17,12 +16,14 @@ from tfpar.training import sidecar
 from tfpar.training.model.call import call_model
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, Tensors
-from tfpar.training.pipeline.between_workers import PipelineWorker
+from tfpar.training.pipeline.between_workers import PipelineWorker, as_if_here, zeros_like
 from tfpar.training.pipeline.shared_weights import sum_of_holders
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.pipeline.step import PipelineCore, PipelineStep
 from tfpar.training.seeds import fold_in
+from tfpar.training.tensor_parallel.step import DividedStep
 
+import keras
 import tensorflow as tf
 
 
@@ -151,11 +152,16 @@ class OverWorkersStep(PipelineStep):
         return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._worker.peers.size
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
-        raise ConfigError(
-            "--mesh: the losses of this model are divided by different numbers (masks, ignore_class or weights per "
-            "position beside other losses), which a pipeline over several workers cannot do yet. Use one loss, or a "
-            "pipeline within a worker."
-        )
+        # They depend only on examples and masks, so that every worker can find them by itself: TensorFlow prunes
+        # everything else, and with it the weights of other workers.
+        model = self.core.model
+        with self._pipeline.on_no_device(), as_if_here(model):
+            params, state = (
+                [value if _is_here(variable) else zeros_like(variable) for variable, value in zip(*pair, strict=True)]
+                for pair in ((model.trainable_variables, params), (model.non_trainable_variables, state))
+            )
+            own = self.core.denominators(params, state, batch)
+        return self.exchange.sum_vector(own)
 
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all workers of the replica, the same bits on each."""
@@ -185,6 +191,32 @@ class OverWorkersStep(PipelineStep):
             return self._worker.all_reduce(value)
 
 
+class DividedOverWorkersStep(OverWorkersStep, DividedStep):
+    """A step of pipelines over several workers, each of which divides the layers of its stages over its devices.
+
+    Args:
+      pipeline: The stages and their devices.
+      places: The place of each trainable variable on this worker.
+      *args: See `DividedStep`.
+      **kwargs: See `DividedStep`.
+    """
+
+    def counted_weights(self) -> Tensors:
+        """See `TrainStep`."""
+        return self._own_weights()
+
+    def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
+        return super()._replica_number(context) // self._axis.size
+
+    def _counts_here(self, variable: keras.Variable) -> bool:
+        return _counts(variable)
+
+    def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
+        """The norm over all devices of the replica, the same bits on each."""
+        squares = self._sum(tf.add_n([tf.zeros([], tf.float64), *self._squares(gradients)]))
+        return tf.cast(tf.sqrt(squares), tf.float32)
+
+
 def _traced(order: Sequence[Turn]) -> list[tuple[str, int]]:
     """The order in which passes of all chunks of a worker are traced.
 
@@ -194,6 +226,11 @@ def _traced(order: Sequence[Turn]) -> list[tuple[str, int]]:
     several = any(chunk for _, _, chunk in order)
     passes = list(dict.fromkeys((turn, number) for turn, number, _ in order))
     return sorted(passes, key=lambda one: (one[0] == BACKWARD, one[1])) if several else passes
+
+
+def _is_here(variable: keras.Variable) -> bool:
+    held = held_by(variable)
+    return held is None or held.here
 
 
 def _counts(variable: Any) -> bool:

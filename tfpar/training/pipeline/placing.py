@@ -19,7 +19,7 @@ from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.model import check_pipeline, make_pipeline
-from tfpar.training.pipeline.over_workers import OverWorkersCore, OverWorkersStep
+from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersCore, OverWorkersStep
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
 from tfpar.training.placing.base import Placing, known_summary
@@ -57,10 +57,12 @@ class PipelinePlacing(Placing):
     @contextlib.contextmanager
     def scope(self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> Iterator[None]:
         """See `Placing`."""
-        # Workers that have different variables create their own: a strategy would require the same variables on all
-        # workers.
-        with self._devices.creating(), contextlib.nullcontext() if self._worker else scope_of(model, strategy):
-            yield
+        if self._worker:
+            with self._devices.creating_own(strategy):
+                yield
+        else:
+            with self._devices.creating(), scope_of(model, strategy):
+                yield
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
@@ -88,33 +90,35 @@ class PipelinePlacing(Placing):
 
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
         """See `Placing`."""
-        if self._worker:
-            return functools.partial(OverWorkersStep, self._stages, _places(model))
         if self._axis:
-            return functools.partial(DividedPipelineStep, self._stages, _places(model), self._axis)
-        return functools.partial(PipelineStep, self._stages, _places(model))
+            divided = DividedOverWorkersStep if self._worker else DividedPipelineStep
+            return functools.partial(divided, self._stages, _places(model), self._axis)
+        return functools.partial(OverWorkersStep if self._worker else PipelineStep, self._stages, _places(model))
 
     def exchanged(self, model: keras.Model) -> DevicesOfReplica | None:
         """See `Placing`."""
         variables = model.trainable_variables
-        divided = [index for index, variable in enumerate(variables) if split_of(variable)]
         if self._worker:
             return self._exchanged_by_worker(variables)
+        divided = [index for index, variable in enumerate(variables) if split_of(variable)]
         programs = self._axis.size if self._axis else 1
         return places_in_turn(_places(model), [self._devices.of_replica(each) for each in range(programs)], divided)
 
     def _exchanged_by_worker(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
         """The weights that this worker exchanges; a weight that several workers hold is exchanged separately, so that
-        all get the same result."""
+        all get the same result. Weights that are not divided are exchanged by the first program."""
         assert self._worker is not None
-        devices = self._devices.of_replica(0)
-        places: dict[tuple[int, bool], list[int]] = {}
-        for index, variable in enumerate(variables):
-            held = held_by(variable)
-            if held and held.here:
-                places.setdefault((place_of(variable) or 0, len(held.ranks) > 1), []).append(index)
-        indices, names = [*places.values()], [devices[place] for place, _ in places]
-        return DevicesOfReplica(indices, [0] * len(names), names, self._worker.peers.size, self._worker.rank)
+        places: dict[tuple[int, int, bool], list[int]] = {}
+        for program in range(self._devices.replicas):
+            for index, variable in enumerate(variables):
+                held = held_by(variable)
+                if held and held.here and (program == 0 or split_of(variable)):
+                    place = program, place_of(variable) or 0, len(held.ranks) > 1
+                    places.setdefault(place, []).append(index)
+        names = [self._devices.of_replica(program)[place] for program, place, _ in places]
+        programs = [program for program, _, _ in places]
+        peers = self._worker.peers
+        return DevicesOfReplica([*places.values()], programs, names, peers.size, peers.rank, self._devices.replicas)
 
     def use_xla(self, compiles: bool) -> None:
         """See `Placing`. The forward and the backward pass of each stage are one program each."""

@@ -31,7 +31,7 @@ def sum_of_holders(gradient: tf.Tensor, held: Held, messages: Messages) -> tf.Te
       messages: The messages of the function that is being traced.
     """
     worker, ranks = messages.worker, held.ranks
-    gradient = tf.ensure_shape(gradient, held.shape)
+    gradient = tf.ensure_shape(gradient, held.part_shape)
     with tf.device(messages.device):
         if len(ranks) == 2:
             other = ranks[1 - ranks.index(worker.rank)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -111,6 +111,11 @@ class Pipeline:
         finally:
             _current.trace = before
 
+    def on_no_device(self) -> contextlib.AbstractContextManager[Any]:
+        """In this context layers compute as on a device, with parts of weights, but send nothing: for traces that are
+        never run."""
+        return self.axis.on_no_device() if self.axis else contextlib.nullcontext()
+
     def run(self, graph: Any, plain: Any, /, inputs: Any, **options: Any) -> Any:
         """Replaces `keras.Function._run_through_graph`."""
         trace, scope = _current.trace, keras_calls.innermost_scope()
@@ -121,9 +126,9 @@ class Pipeline:
         values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
         messages = trace.messages
         if messages and not messages.specs:
-            messages.specs = specs_of(
-                self._model, graph, [step for stage in self.stages for step in stage.steps], given, operation_fn
-            )
+            steps = [step for stage in self.stages for step in stage.steps]
+            with self.on_no_device():
+                messages.specs = specs_of(self._model, graph, steps, given, operation_fn)
         for stage in self.stages:
             if messages and self.worker and not self.worker.has(stage):
                 continue
@@ -157,14 +162,19 @@ class Pipeline:
     def _device(self, trace: Trace, stage: Stage) -> str:
         return trace.devices[stage.place % len(trace.devices)]
 
-    def _check_order(self, trace: Trace, stage: Stage, results: Sequence[tf.Tensor]) -> None:
+    def _check_order(self, trace: Trace, stage: Stage, operations: Iterable[tf.Operation]) -> None:
         """Refuses operations that TensorFlow would keep in the order of the trace, which is not that of several chunks.
+
+        Args:
+          trace: The current trace.
+          stage: The stage.
+          operations: Operations of the stage. Of collectives it may have any.
 
         Raises:
           ConfigError: The stage has such an operation.
         """
         several = trace.messages is not None and trace.messages.chunks > 1
-        if several and any(result.op.type == "StatefulPartitionedCall" for result in results):
+        if several and any(one.op_def.is_stateful and not one.type.startswith("Collective") for one in operations):
             names = dict.fromkeys(step.name for step in stage.steps)
             raise ConfigError(
                 f"--stages_per_device: stage {stage.number} ({', '.join(names)}) prints, calls Python or changes other "
@@ -173,7 +183,8 @@ class Pipeline:
 
     def _divided(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
         """In this context layers compute with the parts on the devices of a stage."""
-        return self.axis.on_own_device(stage.place) if self.axis else contextlib.nullcontext()
+        place = stage.place % self.devices.places
+        return self.axis.on_own_device(place) if self.axis else contextlib.nullcontext()
 
     def _call(self, trace: Trace, program: StageProgram, given: Sequence[Any]) -> Values:
         scope = keras_calls.innermost_scope()
@@ -192,6 +203,7 @@ class Pipeline:
         waits = [done[-limit]] if limit is not None and len(done) >= limit else []
         learning = [place for place, tensor in enumerate(tensors) if tensor.dtype.is_floating]
         every: list[tf.Tensor] = []
+        graph = tf.compat.v1.get_default_graph()
 
         def results_of(floats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             given = list(tensors)
@@ -205,8 +217,9 @@ class Pipeline:
             with tf.control_dependencies(waits), contextlib.nullcontext() if self._recompute else tape:
                 if not self._recompute:
                     tape.watch(floats)
+                before = len(graph.get_operations())
                 every[:] = results_of(floats)
-            self._check_order(trace, program.stage, every)
+            self._check_order(trace, program.stage, graph.get_operations()[before:])
             outputs = [result for result in every if result.dtype.is_floating]
 
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:

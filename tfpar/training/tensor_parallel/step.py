@@ -22,6 +22,7 @@ from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep
 from tfpar.training.step_loop import StepReport
 
+import keras
 import tensorflow as tf
 
 
@@ -59,13 +60,15 @@ class DividedStep(TrainStep):
 
     def counted_weights(self) -> Tensors:
         """See `TrainStep`."""
-        if not self._axis.spans_workers:
-            return super().counted_weights()
+        return self._own_weights() if self._axis.spans_workers else super().counted_weights()
+
+    def _own_weights(self) -> Tensors:
+        """The parts of weights on this worker's devices; a whole weight is on the first device of the axis."""
         values: Tensors = []
         for program in range(self._axis.programs):
             with self._axis.on(program) as place:
                 for variable in self.core.model.trainable_variables:
-                    if split_of(variable) or place.rank == 0:
+                    if self._counts_here(variable) and (split_of(variable) or place.rank == 0):
                         values.append(self._local(variable.value)[program].read_value())
         return values
 
@@ -123,14 +126,24 @@ class DividedStep(TrainStep):
 
     def _whole_norm(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all devices' parts and, counted once, the whole weights; the same bits on each device."""
-        squares = []
-        for stage, (divided, whole) in enumerate(self._by_stage):
+        return tf.cast(tf.sqrt(tf.add_n(self._squares(gradients))), tf.float32)
+
+    def _squares(self, gradients: Tensors) -> Tensors:
+        """The squared norms of divided and of whole weights, of every stage; the same bits on each device."""
+        weights, squares = self.core.model.trainable_variables, []
+        for stage, indices in enumerate(self._by_stage):
+            divided, whole = ([gradients[one] for one in part if self._counts_here(weights[one])] for part in indices)
             with self._axis.on_own_device(stage) as place, tf.device(place.device):
                 if divided:
-                    squares.append(place.sum(squared_norm([gradients[index] for index in divided])))
+                    squares.append(place.sum(squared_norm(divided)))
                 if whole:
-                    squares.append(squared_norm([gradients[index] for index in whole]))
-        return tf.cast(tf.sqrt(tf.add_n(squares)), tf.float32)
+                    squares.append(squared_norm(whole))
+        return squares
+
+    def _counts_here(self, variable: keras.Variable) -> bool:
+        """Whether this worker counts a variable in norms: one of several that hold the same does."""
+        del variable
+        return True
 
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
         del is_last  # a branch would cost more than the sum of a scalar
