@@ -12,14 +12,17 @@ from tfpar.checkpoint.run_state import params_sha256
 from tfpar.config import ConfigError
 from tfpar.models import TaskSpec
 from tfpar.optim import keras_calls
+from tfpar.optim.keras_deferred import is_deferred
 from tfpar.parallel.split import shape_of, split_of
 from tfpar.parallel.tensor.layout import find_layout
 from tfpar.parallel.tensor.positions import divide_positions, has_gradient_in_parts
 from tfpar.parallel.tensor.ways import OWN_NUMBERS
+from tfpar.training.placing.base import build_on_host
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 
 @functools.cache
@@ -220,6 +223,13 @@ def test_what_one_mesh_saves_another_resumes(tmp_path):
     trainer = divided.here("mirrored", "model:4", **workdir)
     assert_as_alone(trainer, "dense")
     assert_saved_whole(trainer, tmp_path / "run")
+
+
+def test_a_model_is_built_without_values():
+    """Each variable gets its own when it is moved; it need not fit in the memory of the host."""
+    for build in (divided.language_model, divided.resnet, divided.gpt2):
+        made, _ = build_on_host(build, tf.distribute.get_strategy(), announced=False)
+        assert all(map(is_deferred, made.variables))
 
 
 def test_the_users_own_model_gets_the_weights_back():

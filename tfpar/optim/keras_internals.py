@@ -237,7 +237,7 @@ def is_seed_state(variable: keras.Variable) -> bool:
 def replace_value(variable: keras.Variable, value: np.ndarray) -> None:
     """Gives a variable a new TensorFlow variable, made under the current strategy, of this value and shape."""
     variable._shape, variable._ndim = tuple(value.shape), value.ndim
-    variable._value = None
+    variable._value, variable._initializer = None, None
     variable._initialize(tf.constant(value, variable.dtype))
 
 

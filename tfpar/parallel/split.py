@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.optim import keras_internals
+from tfpar.optim import keras_deferred, keras_internals
 from tfpar.parallel.pipeline.devices import at, mark_place, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
 
@@ -200,7 +200,7 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     if held.here:
         move_to_devices(variable, held.split, place)
     else:
-        keras_internals.replace_value(variable, np.zeros([0], variable.dtype))
+        keras_internals.replace_value(variable, np.zeros([0], keras_deferred.value_on_host(variable).dtype))
         mark_place(variable, place)
     vars(variable)[_HELD] = held
 
@@ -337,7 +337,7 @@ def move_to_devices(
       place: Its place in a pipeline.
       peers: The workers that share the parts, if this worker does not have all parts.
     """
-    value = variable.numpy()
+    value = keras_deferred.value_on_host(variable)
     with at(place):
         keras_internals.replace_value(variable, value if split is None else split.part(value, 0))
     if place is not None:

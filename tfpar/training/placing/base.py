@@ -13,6 +13,7 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange.reducer import GatheredWeights
 from tfpar.optim import optimizers
+from tfpar.optim.keras_deferred import comes_from, is_deferred, made_deferred
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
@@ -20,6 +21,7 @@ from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.step import TrainStep
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -146,7 +148,10 @@ class Placing:
 def build_on_host(
     model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
 ) -> tuple[keras.Model, Original | None]:
-    """Builds a model in the memory of the host, from which its parts are moved, so that it need not fit on a device.
+    """Builds a model from which its parts are moved, so that it need not fit on a device.
+
+    Of a function's model, a variable has no value until it is moved, if possible, so that the model need not fit in the
+    memory of the host either. Otherwise its values are there first.
 
     Args:
       model: See `build_model`.
@@ -163,14 +168,28 @@ def build_on_host(
             "or create it before the strategy."
         )
     with tf.device("CPU:0"):
+        if not isinstance(model, keras.Model):
+            built = made_deferred(lambda: build_model(model, strategy)[0], lambda built: built.variables)
+            if built is not None:
+                return built, None
         return build_model(model, strategy, announced=announced)
 
 
 def _take_values_of_first_worker(model: keras.Model, topology: Topology) -> None:
-    """Gives a model on the host the same values on all workers, as a strategy does for variables that it creates."""
+    """Gives a model on the host the same values on all workers, as a strategy does for variables that it creates; a
+    variable that has no value yet, when it is moved."""
     agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+
+    def value_of_first(variable: keras.Variable) -> np.ndarray:
+        kind = tf.as_dtype(variable.dtype).as_numpy_dtype
+        own = variable.numpy() if topology.worker == 0 else np.zeros(variable.shape, kind)
+        return agreement.broadcast([own])[0]
+
     for variable in model.variables if topology.workers > 1 else ():
-        variable.assign(agreement.broadcast([variable.numpy()])[0])
+        if is_deferred(variable):
+            comes_from(variable, value_of_first)
+        else:
+            variable.assign(agreement.broadcast([variable.numpy()])[0])
 
 
 def known_summary(model: keras.Model) -> models.ModelSummary | None:

@@ -1,0 +1,122 @@
+"""Variables of Keras that get their values only when they are needed.
+
+In a `StatelessScope`, Keras (3.15) makes variables without values and gives them theirs at its end. A model that is
+divided among devices is made in this way without its values being in memory all at once. `INTERNALS` is as in
+`keras_internals.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from tfpar.optim.keras_internals import Internal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state, variables
+
+INTERNALS = (
+    Internal("uninitialized_variables", "global_state", "placing", "variables that wait for the end of the scope"),
+    Internal("object_name_uids", "global_state", "placing", "counts of names, such as those of `dense_1`"),
+    Internal("__init__", "Variable", "placing", "takes an initializer or a value, shape, dtype in this order"),
+    Internal("_deferred_initialize", "Variable", "placing", "gives a variable its initial value"),
+    Internal("_initializer", "Variable", "placing", "of a variable without a value, which `numpy` calls"),
+)
+_WAITING, _NAMES = "uninitialized_variables", "object_name_uids"
+_VALUE_OF = "tfpar_value_of"
+
+M = TypeVar("M")
+
+
+def is_deferred(variable: keras.Variable) -> bool:
+    """Whether a variable has no value yet. Its `numpy` returns the initial value, and keeps nothing."""
+    return variable._value is None
+
+
+def set_now(variable: keras.Variable) -> None:
+    """Gives a variable its initial value."""
+    variable._deferred_initialize()
+
+
+def made_deferred(make: Callable[[], M], variables_of: Callable[[M], list[keras.Variable]]) -> M | None:
+    """Calls a function that makes variables; they get their values later.
+
+    Variables to which the function assigns, and those not among `variables_of`, get their values at once.
+
+    Args:
+      make: The function, which must have no other effects than on random states and names.
+      variables_of: Returns the variables of what it makes.
+
+    Returns:
+      The function's result. None if it fails, in which case nothing has changed.
+    """
+    states, counts = (random.getstate(), np.random.get_state()), dict(global_state.get_global_attribute(_NAMES) or {})
+    scope = keras.StatelessScope()
+    with scope, _with_initializers():
+        try:
+            made = make()
+        except Exception:  # whatever it is, calling it again outside the scope shows whether it is due to the scope
+            made = None
+        waiting = global_state.get_global_attribute(_WAITING) or []
+        global_state.set_global_attribute(_WAITING, [])
+    if made is None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        _restore_counts(counts)
+        return None
+    own = {id(variable) for variable in variables_of(made)}
+    for variable in waiting:
+        assigned = scope.get_current_value(variable)
+        if assigned is not None or id(variable) not in own:
+            set_now(variable)
+        if assigned is not None:
+            variable.assign(assigned)
+    return made
+
+
+def comes_from(variable: keras.Variable, value_of: Callable[[keras.Variable], np.ndarray]) -> None:
+    """Sets the function that `value_on_host` calls for a variable, once, instead of reading it."""
+    vars(variable)[_VALUE_OF] = value_of
+
+
+def value_on_host(variable: keras.Variable) -> np.ndarray:
+    """The value that a variable, which may be deferred, has or begins with, in the memory of the host."""
+    value_of = vars(variable).pop(_VALUE_OF, None)
+    with tf.device("CPU:0"):
+        return value_of(variable) if value_of else variable.numpy()
+
+
+@contextlib.contextmanager
+def _with_initializers() -> Iterator[None]:
+    """In this context a variable that is made with a value has an initializer, without which Keras refuses to make it
+    in a scope. Optimizers have such variables."""
+    plain = variables.Variable.__init__
+
+    def init(
+        self: keras.Variable, initializer: Any, shape: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if not callable(initializer) and not isinstance(initializer, str):
+            value = self._convert_to_tensor(initializer, dtype=dtype)
+            shape, dtype = tuple(value.shape), value.dtype if dtype is None else dtype
+
+            def initializer(shape: Any, dtype: Any) -> tf.Tensor:
+                del shape, dtype
+                return value
+
+        plain(self, initializer, shape, dtype, *args, **kwargs)
+
+    variables.Variable.__init__ = init
+    try:
+        yield
+    finally:
+        variables.Variable.__init__ = plain
+
+
+def _restore_counts(counts: dict[str, Any]) -> None:
+    known = global_state.get_global_attribute(_NAMES, {}, set_to_default=True)
+    known.clear()
+    known.update(counts)
