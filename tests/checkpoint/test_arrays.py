@@ -9,7 +9,7 @@ import shutil
 from tfpar.checkpoint import format as checkpoint_files
 from tfpar.checkpoint.arrays import Part, SavedArrays, index_from_json, index_of, write_arrays
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.parallel.split import Split
+from tfpar.parallel.division import Split
 
 import numpy as np
 import pytest

@@ -16,8 +16,8 @@ from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.parallel.division import Split
 from tfpar.parallel.split import (
-    Split,
     assign_parts,
     assign_whole,
     held_by,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import new_group, world_group
 from tfpar.parallel.topology import Topology
-
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,14 +37,6 @@ class ReplicaPeers:
     def size(self) -> int:
         """Number of workers."""
         return self.agreement.size
-
-    def gather(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the parts of all workers, in the order of ranks.
-
-        Args:
-          parts: This worker's parts; shapes and dtypes must be the same on every worker.
-        """
-        return [part for parts in self.agreement.gather_arrays(np.stack(parts)) for part in parts]
 
 
 def exchanging_workers(topology: Topology, device: str = "") -> dict[str, Any]:

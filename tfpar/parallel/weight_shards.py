@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls
+from tfpar.parallel.division import FlatSplit
 from tfpar.parallel.model_axis import Place, current_place
-from tfpar.parallel.split import FlatSplit, shape_of, split_of
+from tfpar.parallel.split import shape_of, split_of
 
 import keras
 import tensorflow as tf

@@ -9,9 +9,10 @@ from typing import Any
 from tests.integration.scripts import divided
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.arrays import Part, SavedArrays, index_of, write_arrays
+from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica import static_replica_id
-from tfpar.parallel.split import Split, assign_whole, move_to_devices, parts_here, whole
+from tfpar.parallel.split import assign_whole, move_to_devices, parts_here, whole
 from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.tensor.divided_logits import DividedLogits
 from tfpar.training.model.recompute import recompute_activations

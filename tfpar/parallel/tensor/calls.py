@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, current_place
-from tfpar.parallel.split import Split, split_of
+from tfpar.parallel.split import split_of
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
 from tfpar.parallel.tensor.ways import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfpar.parallel.split import Split
+from tfpar.parallel.division import Split
 
 import keras
 

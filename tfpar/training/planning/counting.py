@@ -12,9 +12,9 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.models import graph_cost
 from tfpar.optim import keras_calls, keras_compile, keras_internals
+from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, at_place
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
-from tfpar.parallel.split import Split
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.divided_logits import kept_divided

@@ -19,9 +19,10 @@ from tfpar.exchange.reducer import GatheredWeights
 from tfpar.optim import keras_internals
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies
+from tfpar.parallel.division import FlatSplit
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import FlatSplit, move_to_devices, split_of
+from tfpar.parallel.split import move_to_devices, split_of
 from tfpar.training.core import Core
 from tfpar.training.model.recompute import recompute_layers
 from tfpar.training.placing.base import Placing, known_summary

@@ -10,8 +10,9 @@ from typing import Any
 
 from tfpar.exchange import Exchange
 from tfpar.exchange.reducer import ShouldApply
+from tfpar.parallel.division import FlatSplit
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.split import FlatSplit, split_of
+from tfpar.parallel.split import split_of
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.step import TrainStep

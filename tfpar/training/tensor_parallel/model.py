@@ -10,8 +10,9 @@ from typing import Any
 from tfpar import models
 from tfpar.config import ConfigError
 from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.split import Split, whole_elements
+from tfpar.parallel.split import whole_elements
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.indivisible import Indivisible
