@@ -13,6 +13,7 @@ from tfpar.config import ExperimentConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
+from tfpar.process.heap import share_heaps
 from tfpar.process.startup import quiet_startup
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning import auto
@@ -100,6 +101,8 @@ def initialize(
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     seed_everything(config.train.seed)
+    if topology.mesh.devices_of_replica > 1 or config.train.shard != "none":
+        share_heaps()  # before TensorFlow starts its threads
     runtime = strategies.build(topology)
     precision.set_policy(config.precision)
     if topology.is_chief and config.monitor.verbose:

@@ -1,0 +1,55 @@
+"""The heaps of the C library, counted in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+from tfpar.process.cores import cores
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+
+# Threads that live at the same time take memory; `malloc_info` lists the heaps of the process.
+SCRIPT = """
+import ctypes, sys, tempfile, threading
+from tfpar.process.heap import share_heaps
+print(share_heaps() if sys.argv[1] == "shared" else None)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+together = threading.Barrier(64)
+
+def take():
+    together.wait()
+    libc.malloc(1000)
+    together.wait()
+
+threads = [threading.Thread(target=take) for _ in range(64)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+with tempfile.NamedTemporaryFile() as file:
+    opened = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+    libc.malloc_info(0, opened)
+    libc.fclose(opened)
+    print(file.read().count(b"<heap nr="))
+"""
+
+
+def heaps(way: str, **environment: str) -> list[str]:
+    others = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    command = [sys.executable, "-c", SCRIPT, way]
+    return subprocess.check_output(command, env={**others, **environment}, text=True, timeout=60).split()
+
+
+def test_there_are_no_more_heaps_than_cores():
+    result, number = heaps("shared")
+    assert result == "True"
+    assert int(number) <= cores()
+    assert int(heaps("plain")[1]) > int(number)
+
+
+def test_what_the_environment_says_stays():
+    assert heaps("shared", MALLOC_ARENA_MAX="5") == ["False", "5"]
