@@ -13,6 +13,7 @@ from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.parallel.planner.machine import Machine, format_size, parse_link, parse_size
 from tfpar.parallel.planner.plan import Plan, StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
+from tfpar.parallel.planner.stages import replica_of
 from tfpar.parallel.planner.step_time import Exchange
 from tfpar.parallel.planner.table import describe_machine, limits, table
 
@@ -208,6 +209,21 @@ def test_a_weight_of_two_stages_lies_with_the_first():
     model = dataclasses.replace(whole, layers={1: layers})
     assert predict_plan(question(on(2), model=model), plan(pipeline=2)).memory.weights == 104 * MB
     assert predict_plan(question(model=model), plan()).memory.weights == 108 * MB
+    over_workers = replica_of(model, Mesh(pipeline=2), here=1)  # each has it
+    assert [sum(each.size for each in weights) for weights in over_workers.weights] == [104 * MB, 104 * MB]
+
+
+def test_workers_keep_the_activations_of_what_they_have_started():
+    """One micro-batch for each worker from here on, whatever devices it has; more if stages take turns."""
+    within, over, in_turn = (
+        replica_of(stack(), Mesh(pipeline=pipeline), chunks, here=here)
+        for pipeline, chunks, here in ((4, 1, 0), (4, 1, 2), (2, 2, 1))
+    )
+    assert [within.in_flight(stage, 8, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
+    assert [over.in_flight(stage, 8, "1f1b") for stage in range(4)] == [2, 2, 1, 1]
+    # The first chunk of the first worker starts two pairs of micro-batches before the gradient of the first comes back.
+    assert [in_turn.in_flight(stage, 8, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
+    assert over.in_flight(0, 8, "gpipe") == 8
 
 
 def test_a_lossy_exchange_remembers_what_it_left_out():

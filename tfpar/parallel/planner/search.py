@@ -108,9 +108,7 @@ def search(question: Question) -> Answer:
     Args:
       question: The input of the search.
     """
-    laid_out = functools.cache(
-        lambda mesh: replica_of(question.model, mesh, question.stages_per_device, question.stage_balance)
-    )
+    laid_out = functools.cache(functools.partial(_laid_out, question))
     found = [
         predict(question, plan, exchange, replica)
         for plan, exchange in _plans(question)
@@ -148,12 +146,18 @@ def predict_plan(question: Question, plan: Plan) -> Prediction:
       ConfigError: The model cannot be divided in this way.
     """
     exchange = next((each for each in question.exchanges if each.name == plan.exchange), DENSE)
-    replica = replica_of(question.model, plan.mesh, question.stages_per_device, question.stage_balance)
+    replica = _laid_out(question, plan.mesh)
     if replica is None:
         model = question.model
         reason = model.undivided.get(plan.mesh.model) or model.uncut or "It has too few layers for so many stages."
         raise ConfigError(f"--mesh={plan.mesh_text}: {model.name!r} cannot be divided in this way. {reason}")
     return predict(question, plan, exchange, replica)
+
+
+def _laid_out(question: Question, mesh: Mesh) -> Replica | None:
+    spans = mesh.pipeline > 1 and mesh.devices_of_replica > question.machine.devices
+    here = question.machine.devices // mesh.model if spans else 0
+    return replica_of(question.model, mesh, question.stages_per_device, question.stage_balance, here=here)
 
 
 def meshes(machine: Machine, sizes: Sequence[int], wanted: dict[str, int] | None = None) -> Iterator[Mesh]:

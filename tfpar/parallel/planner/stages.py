@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
 from tfpar.parallel.mesh import Mesh
 from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_evenly, micro_batches_in_flight
+from tfpar.parallel.pipeline.turns import FORWARD, turns
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 
 
@@ -42,11 +44,13 @@ class Replica:
       stages: All stages, in order.
       devices: Number of devices on the pipeline axis.
       weights: The variables of each of these devices.
+      here: Number of these devices on each worker, if the pipeline spans several workers; otherwise 0.
     """
 
     stages: Sequence[Stage]
     devices: int
     weights: Sequence[Sequence[Weight]]
+    here: int = 0
 
     def of_device(self, device: int) -> Sequence[Stage]:
         """Returns the stages of one device."""
@@ -56,12 +60,29 @@ class Replica:
         """Returns the number of micro-batches whose activations a stage keeps at once."""
         if len(self.stages) == 1:
             return 1
+        if self.here:
+            place, workers = stage % self.devices // self.here, self.devices // self.here
+            chunks = len(self.stages) // self.devices
+            return _in_flight_on_worker(place, workers, micro_batches, schedule, chunks)[stage // self.devices]
         limit = micro_batches_in_flight(stage, len(self.stages), self.devices, schedule)
         return micro_batches if limit is None else min(limit, micro_batches)
 
 
+@functools.cache
+def _in_flight_on_worker(place: int, workers: int, micro_batches: int, schedule: str, chunks: int) -> list[int]:
+    """Returns the most micro-batches that each chunk of a worker keeps at once; arguments as of `turns`."""
+    if chunks == 1:
+        limit = micro_batches_in_flight(place, workers, workers, schedule)
+        return [micro_batches if limit is None else min(limit, micro_batches)]
+    now, most = [0] * chunks, [0] * chunks
+    for kind, _, chunk in turns(place, workers, micro_batches, schedule, chunks):
+        now[chunk] += 1 if kind == FORWARD else -1
+        most[chunk] = max(most[chunk], now[chunk])
+    return most
+
+
 def replica_of(
-    model: ModelCosts, mesh: Mesh, stages_per_device: int = 1, stage_balance: str = "flops"
+    model: ModelCosts, mesh: Mesh, stages_per_device: int = 1, stage_balance: str = "flops", *, here: int = 0
 ) -> Replica | None:
     """Returns the stages of a model on a mesh; None if it cannot be cut or divided in this way.
 
@@ -70,6 +91,7 @@ def replica_of(
       mesh: The mesh; the size of its model axis must be a key of `model.layers`.
       stages_per_device: Number of stages per device of a pipeline.
       stage_balance: The quantity that stages share equally, see `--stage_balance`.
+      here: See `Replica`.
     """
     layers = model.layers.get(mesh.model)
     if layers is None:
@@ -83,16 +105,18 @@ def replica_of(
     if cuts is None:
         return None
     bounds = [0, *cuts, len(layers)]
-    seen: set[int] = set()  # a weight that two stages share belongs to the first
+    seen: set[tuple[int, int]] = set()  # a weight that two stages share belongs to the first of each worker
     weights: list[list[Weight]] = [[] for _ in range(mesh.pipeline)]
     stages = []
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         stages.append(_stage(layers[start:end], model.crossing[start] if start else 0.0))
+        place = number % mesh.pipeline
         for weight in (weight for layer in layers[start:end] for weight in layer.weights):
-            if weight.index not in seen:
-                seen.add(weight.index)
-                weights[number % mesh.pipeline].append(weight)
-    return Replica(stages=stages, devices=mesh.pipeline, weights=weights)
+            held = (place // here if here else 0), weight.index
+            if held not in seen:
+                seen.add(held)
+                weights[place].append(weight)
+    return Replica(stages=stages, devices=mesh.pipeline, weights=weights, here=here)
 
 
 def _stage(layers: Sequence[LayerCost], received: float) -> Stage:

@@ -105,10 +105,9 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
     """Returns the seconds in which passes wait for activations of other stages and their gradients."""
     if len(replica.stages) == 1:
         return 0.0
-    here = max(1, machine.devices // plan.mesh.model)  # devices of the pipeline on a worker
     taken = []
     for number, stage in enumerate(replica.stages[1:], start=1):
-        crosses = plan.mesh.pipeline > here and number % here == 0
+        crosses = replica.here > 0 and number % replica.here == 0
         link = machine.between if crosses else machine.within
         size = stage.received * (plan.mesh.model if crosses else 1)  # the devices of a stage share the link of a worker
         taken.append(link.latency + size * examples / link.bandwidth)
