@@ -151,6 +151,29 @@ def test_three_axes_over_four_workers(tmp_path):
 
 
 @pytest.mark.proof
+def test_a_worker_may_have_nothing_to_train(tmp_path):
+    """All layers of the first stage are frozen; with a codec, and where devices divide the layers."""
+    options = {"trainable": "/(fourth|last)/", "accumulate_steps": 2, "steps": 6}
+    dense, encoded = on_workers(
+        4,
+        tmp_path / "out",
+        {**options, "mesh": "data:2,pipeline:2"},
+        {**options, "mesh": "data:2,pipeline:2", "exchange": "int4:min_elements=64"},
+    )
+    [divided] = on_workers(2, tmp_path / "divided", {**options, "mesh": "pipeline:2,model:2", "devices": 2})
+    expected = alone("dense", **options)[0]
+    assert_close(dense, expected)
+    assert_near(encoded, expected)
+    assert_close(divided, expected)
+
+
+@pytest.mark.proof
+def test_a_mask_that_depends_on_weights_of_another_worker_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match="at least one of which depends on weights"):
+        on_workers(2, tmp_path / "out", {"mesh": "data:1,pipeline:2", "model": "own_mask", "steps": 2})
+
+
+@pytest.mark.proof
 def test_two_workers_of_two_stages_each_hold_a_pipeline(tmp_path):
     mesh = {"mesh": "pipeline:4", "devices": 2, "accumulate_steps": 2, "predicts": True}
     vit = {**mesh, "model": "vit", "steps": 10, "pipeline_schedule": "gpipe"}

@@ -64,7 +64,7 @@ def test_a_replica_has_whole_workers():
 def test_the_devices_of_a_stage_are_in_one_worker():
     assert parse_mesh("pipeline:2,model:2", workers=2, devices=2) == Mesh(pipeline=2, model=2)
     message = (
-        r"each stage within one worker, and there are 4 workers x 1 device\. Use --mesh=data:4,pipeline:1, or start 1"
+        r"the 2 devices that divide a stage must be in one worker, and there are 4 workers x 1 device\. Start workers"
     )
     with pytest.raises(ConfigError, match=message):
         parse_mesh("pipeline:2,model:2", workers=4, devices=1)

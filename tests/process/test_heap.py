@@ -16,18 +16,20 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 # Threads that live at the same time take memory; `malloc_info` lists the heaps of the process.
 SCRIPT = """
 import ctypes, sys, tempfile, threading
+from tfpar.process.cores import cores
 from tfpar.process.heap import share_heaps
 print(share_heaps() if sys.argv[1] == "shared" else None)
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
-together = threading.Barrier(64)
+number = 64 + 2 * cores()
+together = threading.Barrier(number)
 
 def take():
     together.wait()
     libc.malloc(1000)
     together.wait()
 
-threads = [threading.Thread(target=take) for _ in range(64)]
+threads = [threading.Thread(target=take) for _ in range(number)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 with tempfile.NamedTemporaryFile() as file:

@@ -39,8 +39,8 @@ class DevicesOfReplica(NamedTuple):
       devices: For each place, the device of this worker's first replica; empty if these are the strategy's devices.
       parts: Workers that hold a replica between them.
       part: Which of its parts this worker has, from 0.
-      per_replica: Programs that the strategy runs for a replica on this worker; 0: those in `programs`. Others have
-        copies of what the first program exchanges, and nothing else.
+      per_replica: Programs that the strategy runs for a replica on this worker; 0: those in `programs`. Programs that
+        are not in `programs` have copies of what the first program exchanges, and nothing else.
     """
 
     indices: Sequence[Sequence[int]]

@@ -22,40 +22,38 @@ from keras.src.backend.common import global_state, variables
 INTERNALS = (
     Internal("uninitialized_variables", "global_state", "placing", "variables that wait for the end of the scope"),
     Internal("object_name_uids", "global_state", "placing", "counts of names, such as those of `dense_1`"),
+    Internal("global_seed_generator", "global_state", "placing", "the seeds of unseeded random operations"),
     Internal("__init__", "Variable", "placing", "takes an initializer or a value, shape, dtype in this order"),
     Internal("_deferred_initialize", "Variable", "placing", "gives a variable its initial value"),
     Internal("_initializer", "Variable", "placing", "of a variable without a value, which `numpy` calls"),
 )
-_WAITING, _NAMES = "uninitialized_variables", "object_name_uids"
+_WAITING, _NAMES, _SEEDS = "uninitialized_variables", "object_name_uids", "global_seed_generator"
 _VALUE_OF = "tfpar_value_of"
 
 M = TypeVar("M")
 
 
 def is_deferred(variable: keras.Variable) -> bool:
-    """Whether a variable has no value yet. Its `numpy` returns the initial value, and keeps nothing."""
+    """Whether a variable has no value yet. Its `numpy` computes the initial value, and keeps nothing."""
     return variable._value is None
 
 
-def set_now(variable: keras.Variable) -> None:
-    """Gives a variable its initial value."""
-    variable._deferred_initialize()
-
-
 def made_deferred(make: Callable[[], M], variables_of: Callable[[M], list[keras.Variable]]) -> M | None:
-    """Calls a function that makes variables; they get their values later.
+    """Calls a function that makes variables; those of its result get their values later.
 
-    Variables to which the function assigns, and those not among `variables_of`, get their values at once.
+    Variables get their values at once if the function assigns to them, if they are not among `variables_of`, or if
+    their initial values are drawn from a generator with a state, which may depend on the order.
 
     Args:
-      make: The function, which must have no other effects than on random states and names.
+      make: The function, which must have no effects on anything but variables, names and random states.
       variables_of: Returns the variables of what it makes.
 
     Returns:
       The function's result. None if it fails, in which case nothing has changed.
     """
     states, counts = (random.getstate(), np.random.get_state()), dict(global_state.get_global_attribute(_NAMES) or {})
-    scope = keras.StatelessScope()
+    generator = global_state.get_global_attribute(_SEEDS)
+    scope = _RecordingScope()
     with scope, _with_initializers():
         try:
             made = make()
@@ -63,19 +61,39 @@ def made_deferred(make: Callable[[], M], variables_of: Callable[[M], list[keras.
             made = None
         waiting = global_state.get_global_attribute(_WAITING) or []
         global_state.set_global_attribute(_WAITING, [])
-    if made is None:
+    if made is None or any(map(tf.is_symbolic_tensor, scope.state_mapping.values())):
         random.setstate(states[0])
         np.random.set_state(states[1])
+        global_state.set_global_attribute(_SEEDS, generator)
         _restore_counts(counts)
         return None
     own = {id(variable) for variable in variables_of(made)}
     for variable in waiting:
-        assigned = scope.get_current_value(variable)
-        if assigned is not None or id(variable) not in own:
-            set_now(variable)
-        if assigned is not None:
-            variable.assign(assigned)
+        if id(variable) not in own or id(variable) in scope.assigned or not _has_one_value(variable):
+            variable._deferred_initialize()
+    for key, variable in scope.assigned.items():
+        variable.assign(scope.state_mapping[key])
     return made
+
+
+class _RecordingScope(keras.StatelessScope):
+    """A scope that knows the variables to which values are assigned, by their identities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assigned: dict[int, keras.Variable] = {}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        super().add_update(update)
+        self.assigned[id(update[0])] = update[0]
+
+
+def _has_one_value(variable: keras.Variable) -> bool:
+    """Whether a variable's initial value is the same at any time: that of Keras' initializers with an integer seed."""
+    initializer = variable._initializer
+    module = getattr(initializer, "__module__", None) or type(initializer).__module__
+    known = module.partition(".")[0] in ("keras", "keras_hub", "tfpar")
+    return known and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator)
 
 
 def comes_from(variable: keras.Variable, value_of: Callable[[keras.Variable], np.ndarray]) -> None:

@@ -168,13 +168,15 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
             f"sizes must be {total}; --devices sets the number of devices of a worker."
         )
     of_replica = mesh.devices_of_replica
-    divides_stages_between_workers = mesh.pipeline > 1 and of_replica > devices and devices % mesh.model
-    if (devices % of_replica and of_replica % devices) or divides_stages_between_workers:
-        axis, must = ("pipeline" if mesh.pipeline > 1 else "model"), "consist of whole workers or fit in one"
-        if divides_stages_between_workers:
-            must = "have the model axis of each stage within one worker"
+    if mesh.pipeline > 1 and of_replica > devices and devices % mesh.model:
         raise ConfigError(
-            f"--mesh={text}: a replica must {must}, and there are {where}. Use --mesh=data:{workers},{axis}:{devices}, "
-            f"or start {mesh.data} workers with --devices={of_replica}."
+            f"--mesh={text}: the {mesh.model} devices that divide a stage must be in one worker, and there are "
+            f"{where}. Start workers with a multiple of {mesh.model} devices each, or leave out the model axis."
+        )
+    if devices % of_replica and of_replica % devices:
+        axis = "pipeline" if mesh.pipeline > 1 else "model"
+        raise ConfigError(
+            f"--mesh={text}: a replica must consist of whole workers or fit in one, and there are {where}. Use "
+            f"--mesh=data:{workers},{axis}:{devices}, or start {mesh.data} workers with --devices={of_replica}."
         )
     return mesh

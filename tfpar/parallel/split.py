@@ -82,6 +82,7 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     if held.here:
         move_to_devices(variable, held.split, place)
     else:
+        # The value is not needed, but reading it may be a collective call.
         keras_internals.replace_value(variable, np.zeros([0], keras_deferred.value_on_host(variable).dtype))
         mark_place(variable, place)
     vars(variable)[_HELD] = held

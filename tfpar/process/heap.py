@@ -19,8 +19,12 @@ _ARENA_MAX = -8  # M_ARENA_MAX in glibc's malloc.h
 def share_heaps() -> bool:
     """Limits the number of heaps to that of the cores, for threads that start later; returns whether it has.
 
-    Nothing changes with other C libraries, or if `MALLOC_ARENA_MAX` is in the environment.
+    Nothing changes with other C libraries, or if the environment sets a number (`MALLOC_ARENA_MAX`, `GLIBC_TUNABLES`).
     """
-    if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc":
+    if (
+        "MALLOC_ARENA_MAX" in os.environ
+        or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+        or platform.libc_ver()[0] != "glibc"
+    ):
         return False
     return bool(ctypes.CDLL(None).mallopt(_ARENA_MAX, cores()))

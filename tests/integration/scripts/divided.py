@@ -168,6 +168,15 @@ def branches() -> keras.Model:
     return keras.Model({"first": first, "second": second}, outputs)
 
 
+def own_mask() -> keras.Model:
+    """A mask that depends on weights, on one of two outputs."""
+    tokens = keras.Input((POSITIONS,), dtype="int32")
+    x = keras.layers.Dense(8, "relu")(keras.layers.Embedding(VOCABULARY, 16)(tokens))
+    x = keras.layers.LSTM(16, return_sequences=True)(keras.layers.Masking()(x))
+    outputs = {"kind": keras.layers.Dense(VOCABULARY, name="kind")(x), "size": keras.layers.Dense(1, name="size")(x)}
+    return keras.Model(tokens, outputs)
+
+
 MODELS = {
     "dense": dense,
     "batch_statistics": batch_statistics,
@@ -183,6 +192,7 @@ MODELS = {
     "resnet": resnet,
     "branches": branches,
     "ignoring": branches,
+    "own_mask": own_mask,
 }
 IMAGES = ("vit", "resnet")
 
@@ -201,6 +211,9 @@ def data(model: str) -> tuple[Any, Any]:
     shape = (8, 8, 1) if model in IMAGES else (12,)
     x = generator.normal(size=(EXAMPLES, *shape)).astype(np.float32)
     kinds = x.reshape(EXAMPLES, -1)[:, :3].argmax(axis=1).astype(np.int32)
+    if model == "own_mask":
+        tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS)).astype(np.int32)
+        return tokens, {"kind": tokens, "size": tokens[..., None].astype(np.float32)}
     if model in ("branches", "ignoring"):
         return {"first": x, "second": x[::-1].copy()}, {"kind": kinds, "size": x[:, :1]}
     return x, kinds
@@ -241,6 +254,8 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
     if model == "ignoring":  # the losses are divided by different numbers
         loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1), "size": "mse"}
         metrics = {}
+    if model == "own_mask":
+        loss, metrics = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}, {}
     mesh = config.strategy.mesh
     layout = map_of_backbone(mesh) if model == "grouped_query" and "model" in mesh else None
     trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime, layout=layout)

@@ -208,12 +208,12 @@ def check_agreement(
         return
     differing = {tensor.ref() for tensor in roots}
     while True:
-        found = [old.ref() for old, new in zip(before, after, strict=True) if _depends_on(new, differing)]
+        found = [old.ref() for old, new in zip(before, after, strict=True) if depends_on(new, differing)]
         if differing.issuperset(found):
             break
         differing.update(found)
     for index, leaf in record.leaves:
-        if _depends_on(leaf, differing):
+        if depends_on(leaf, differing):
             raise ConfigError(
                 f"the model assigns its trainable weight {model.trainable_variables[index].path!r} a value that "
                 "depends on the examples, so the replicas would get different weights. Train on one device "
@@ -221,7 +221,7 @@ def check_agreement(
             )
 
 
-def _depends_on(tensor: tf.Tensor, roots: set[Any]) -> bool:
+def depends_on(tensor: tf.Tensor, roots: set[Any]) -> bool:
     """Whether a tensor is computed from any of `roots`, all in one graph."""
     seen, left = set(), [tensor]
     while left:

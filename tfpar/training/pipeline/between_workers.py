@@ -158,14 +158,14 @@ def specs_of(
 
 
 def as_if_here(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """In this context variables say that they have the shapes that they have on workers that hold them, for which
-    layers ask."""
+    """In this context each variable reports the shape that it has on a worker that holds it, because layers ask for
+    shapes."""
     held = [(variable, held_by(variable)) for variable in model.variables]
     return keras_calls.shapes_of_variables((variable, where.part_shape) for variable, where in held if where)
 
 
 def zeros_like(variable: keras.Variable) -> tf.Tensor:
-    """Zeros in the shape of what a device has on a worker that holds a variable."""
+    """Zeros in the shape of a variable's part on a device of its holders."""
     held = held_by(variable)
     return tf.zeros(held.part_shape if held else variable.shape, variable.dtype)
 

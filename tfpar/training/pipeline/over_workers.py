@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfpar.config import ConfigError
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
 from tfpar.parallel.split import held_by
 from tfpar.training import sidecar
-from tfpar.training.model.call import call_model
+from tfpar.training.model.call import call_model, depends_on
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, Tensors
 from tfpar.training.pipeline.between_workers import PipelineWorker, as_if_here, zeros_like
@@ -152,16 +153,42 @@ class OverWorkersStep(PipelineStep):
         return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._worker.peers.size
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
-        # They depend only on examples and masks, so that every worker can find them by itself: TensorFlow prunes
-        # everything else, and with it the weights of other workers.
+        # If they depend only on examples and masks, every worker can find them by itself: TensorFlow prunes everything
+        # else, and with it the weights of other workers.
         model = self.core.model
         with self._pipeline.on_no_device(), as_if_here(model):
+            self._check_denominators(batch)
             params, state = (
                 [value if _is_here(variable) else zeros_like(variable) for variable, value in zip(*pair, strict=True)]
                 for pair in ((model.trainable_variables, params), (model.non_trainable_variables, state))
             )
             own = self.core.denominators(params, state, batch)
         return self.exchange.sum_vector(own)
+
+    def _check_denominators(self, batch: Any) -> None:
+        """Refuses denominators that depend on weights, which not all workers of the pipeline have.
+
+        Raises:
+          ConfigError: They do, for example through a mask that a layer computes.
+        """
+        model, terms = self.core.model, self.core.objective.totals.terms
+
+        def trace(*parts: tf.Tensor) -> None:
+            params, state = (
+                [zeros_like(variable) for variable in variables]
+                for variables in (model.trainable_variables, model.non_trainable_variables)
+            )
+            sums = self.core.objective(params, state, tf.nest.pack_sequence_as(batch, parts), training=False)
+            weights = {value.ref() for value in params}
+            if any(depends_on(value, weights) for value in (sums.count, *sums.metrics[1 : 2 * terms : 2])):
+                raise ConfigError(
+                    "--mesh: the losses of this model are divided by different numbers, at least one of which depends "
+                    "on weights, for example through a mask that a layer computes. A pipeline over several workers "
+                    "cannot do that. Use one loss, or a pipeline within a worker."
+                )
+
+        specs = [tf.TensorSpec(part.shape[1:], part.dtype) for part in tf.nest.flatten(batch)]
+        tf.function(trace, autograph=False).get_concrete_function(*specs)
 
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all workers of the replica, the same bits on each."""

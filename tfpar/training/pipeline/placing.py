@@ -109,6 +109,8 @@ class PipelinePlacing(Placing):
         all get the same result. Weights that are not divided are exchanged by the first program."""
         assert self._worker is not None
         places: dict[tuple[int, int, bool], list[int]] = {}
+        if not any(held.here for variable in variables if (held := held_by(variable))):
+            places[0, 0, False] = []  # the sidecar travels without weights, too
         for program in range(self._devices.replicas):
             for index, variable in enumerate(variables):
                 held = held_by(variable)

@@ -162,19 +162,17 @@ class Pipeline:
     def _device(self, trace: Trace, stage: Stage) -> str:
         return trace.devices[stage.place % len(trace.devices)]
 
-    def _check_order(self, trace: Trace, stage: Stage, operations: Iterable[tf.Operation]) -> None:
+    def _check_order(self, stage: Stage, operations: Iterable[tf.Operation]) -> None:
         """Refuses operations that TensorFlow would keep in the order of the trace, which is not that of several chunks.
 
         Args:
-          trace: The current trace.
           stage: The stage.
-          operations: Operations of the stage. Of collectives it may have any.
+          operations: The operations of the stage. Collectives are always allowed.
 
         Raises:
           ConfigError: The stage has such an operation.
         """
-        several = trace.messages is not None and trace.messages.chunks > 1
-        if several and any(one.op_def.is_stateful and not one.type.startswith("Collective") for one in operations):
+        if any(one.op_def.is_stateful and not one.type.startswith("Collective") for one in operations):
             names = dict.fromkeys(step.name for step in stage.steps)
             raise ConfigError(
                 f"--stages_per_device: stage {stage.number} ({', '.join(names)}) prints, calls Python or changes other "
@@ -204,6 +202,7 @@ class Pipeline:
         learning = [place for place, tensor in enumerate(tensors) if tensor.dtype.is_floating]
         every: list[tf.Tensor] = []
         graph = tf.compat.v1.get_default_graph()
+        in_turn = trace.messages is not None and trace.messages.chunks > 1
 
         def results_of(floats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             given = list(tensors)
@@ -217,9 +216,10 @@ class Pipeline:
             with tf.control_dependencies(waits), contextlib.nullcontext() if self._recompute else tape:
                 if not self._recompute:
                     tape.watch(floats)
-                before = len(graph.get_operations())
+                before = len(graph.get_operations()) if in_turn else 0
                 every[:] = results_of(floats)
-            self._check_order(trace, program.stage, graph.get_operations()[before:])
+            if in_turn:
+                self._check_order(program.stage, graph.get_operations()[before:])
             outputs = [result for result in every if result.dtype.is_floating]
 
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:

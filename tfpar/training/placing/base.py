@@ -150,8 +150,8 @@ def build_on_host(
 ) -> tuple[keras.Model, Original | None]:
     """Builds a model from which its parts are moved, so that it need not fit on a device.
 
-    Of a function's model, a variable has no value until it is moved, if possible, so that the model need not fit in the
-    memory of the host either. Otherwise its values are there first.
+    If possible, a variable of a model from a function gets its value only when it is moved, so that the model need not
+    fit in the memory of the host either. Otherwise the whole model is in the host's memory first.
 
     Args:
       model: See `build_model`.
