@@ -166,9 +166,9 @@ def init():
 
 
 CANARIES = {
-    ("global_state", "uninitialized_variables"): uninitialized_variables,
-    ("global_state", "object_name_uids"): object_name_uids,
-    ("global_state", "global_seed_generator"): global_seed_generator,
+    ("keras.src.backend.common.global_state", "uninitialized_variables"): uninitialized_variables,
+    ("keras.src.backend.common.global_state", "object_name_uids"): object_name_uids,
+    ("keras.src.backend.common.global_state", "global_seed_generator"): global_seed_generator,
     ("Variable", "__init__"): init,
     ("Variable", "_deferred_initialize"): deferred_initialize,
     ("Variable", "_initializer"): deferred_initialize,

@@ -19,10 +19,12 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state, variables
 
+_GLOBAL_STATE = "keras.src.backend.common.global_state"
+
 INTERNALS = (
-    Internal("uninitialized_variables", "global_state", "placing", "variables that wait for the end of the scope"),
-    Internal("object_name_uids", "global_state", "placing", "counts of names, such as those of `dense_1`"),
-    Internal("global_seed_generator", "global_state", "placing", "the seeds of unseeded random operations"),
+    Internal("uninitialized_variables", _GLOBAL_STATE, "placing", "variables that wait for the end of the scope"),
+    Internal("object_name_uids", _GLOBAL_STATE, "placing", "counts of names, such as those of `dense_1`"),
+    Internal("global_seed_generator", _GLOBAL_STATE, "placing", "the seeds of unseeded random operations"),
     Internal("__init__", "Variable", "placing", "takes an initializer or a value, shape, dtype in this order"),
     Internal("_deferred_initialize", "Variable", "placing", "gives a variable its initial value"),
     Internal("_initializer", "Variable", "placing", "of a variable without a value, which `numpy` calls"),
