@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+from typing import Any
+
 from tests.integration.scripts import divided
 from tests.integration.test_tensor_parallel import (
     assert_close,
@@ -88,18 +91,22 @@ def test_four_workers_hold_a_pipeline(tmp_path):
     assert_close(shortcuts, alone(**branches, steps=10)[0])
 
 
-def test_four_workers_hold_two_pipelines(tmp_path):
+def assert_two_pipelines_on_four_workers(folder: pathlib.Path, **options: Any) -> None:
     """Stages exchange with those of the same place; with int4, a run that was stopped goes on to the same bits."""
-    mesh = {"mesh": "data:2,pipeline:2", "accumulate_steps": 2}
+    mesh = {**options, "accumulate_steps": 2}
     int4 = {**mesh, "exchange": "int4:min_elements=64"}
-    saved = {**int4, "workdir": str(tmp_path / "run")}
-    dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
+    saved = {**int4, "workdir": str(folder / "run")}
+    dense, encoded, _, resumed = on_workers(4, folder / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     for name, value in encoded.items():
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
+
+
+def test_four_workers_hold_two_pipelines(tmp_path):
+    assert_two_pipelines_on_four_workers(tmp_path, mesh="data:2,pipeline:2")
 
 
 def test_two_workers_divide_the_layers_of_their_stages(tmp_path):
@@ -137,17 +144,7 @@ def test_two_workers_divide_the_layers_of_several_models(tmp_path, transport):
 
 @pytest.mark.proof
 def test_three_axes_over_four_workers(tmp_path):
-    """Stages exchange with those of the same place; with int4, a run that was stopped goes on to the same bits."""
-    mesh = {"mesh": "data:2,pipeline:2,model:2", "devices": 2, "accumulate_steps": 2}
-    int4 = {**mesh, "exchange": "int4:min_elements=64"}
-    saved = {**int4, "workdir": str(tmp_path / "run")}
-    dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
-    expected = alone("dense", accumulate_steps=2)[0]
-    assert_close(dense, expected)
-    for name, value in encoded.items():
-        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
-    assert_near(encoded, expected)
-    assert int(encoded["sent"]) < int(dense["sent"]) / 2
+    assert_two_pipelines_on_four_workers(tmp_path, mesh="data:2,pipeline:2,model:2", devices=2)
 
 
 @pytest.mark.proof

@@ -47,9 +47,10 @@ class Split:
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the whole value, joined from the parts of all devices in order."""
-        stretches = [np.split(part, self.groups, axis=self.axis) for part in parts]
-        whole = np.concatenate([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
-        return whole[self._without_padding(whole.shape)] if self.padding else whole
+        whole = np.empty(self.whole_shape(parts[0].shape), parts[0].dtype)
+        for rank, part in enumerate(parts):
+            self.place(whole, rank, part)
+        return whole
 
     def place(self, whole: np.ndarray, rank: int, part: np.ndarray) -> None:
         """Writes the part of device `rank` into the whole value."""

@@ -189,7 +189,7 @@ def _take_values_of_first_worker(model: keras.Model, topology: Topology) -> None
         if is_deferred(variable):
             comes_from(variable, value_of_first)
         else:
-            variable.assign(agreement.broadcast([variable.numpy()])[0])
+            variable.assign(value_of_first(variable))
 
 
 def known_summary(model: keras.Model) -> models.ModelSummary | None:
