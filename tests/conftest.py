@@ -14,6 +14,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.pop("TF_CONFIG", None)
 
 from tests.repeats import repeats
+from tfpar.training.program import Program
 
 import keras
 import pytest
@@ -21,6 +22,8 @@ import tensorflow as tf
 
 LOGICAL_CPUS = 4
 ALL_TESTS = 5000  # fewer are a selection
+CHOOSES_XLA = vars(Program)["xla_disabled_reason"]
+WITHOUT_XLA = "a small run takes as long to compile as all the rest; mark tests of it xla"
 
 
 def pytest_configure() -> None:
@@ -44,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left.discard(item.nodeid)
     if left and len(items) > ALL_TESTS:
         raise pytest.UsageError(f"tests/repeats.py names no test: {', '.join(sorted(left))}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`--jit_compile=auto` chooses XLA only in tests that are marked `xla` or `proof`, and in other processes."""
+    chooses = item.get_closest_marker("xla") or item.get_closest_marker("proof")
+    setattr(Program, "xla_disabled_reason", CHOOSES_XLA if chooses else WITHOUT_XLA)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,15 @@ from tfpar_ops import library
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Properties of the reference are left to `make proofs` where the native library, which is faster, shows them."""
+    if not (PACKAGE / library.FILE).exists():
+        return
+    for item in items:
+        if item.path.name == "test_properties.py" and item.callspec.params.get("ops") == "reference":
+            item.add_marker(pytest.mark.proof)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_keras_state() -> None:
     """Replaces the one of the conftest above."""
