@@ -5,40 +5,63 @@ each runs on a cluster of its own on this machine; the plans take turns, and the
 is what a process has at its peak beyond what it had before the model was built, as the operating system counts it; of
 the process that needs most, divided by its devices.
 
-  python experiments/benchmarks/planner.py --cases=mlp:digits:64:1x2,transformer_lm_tiny:text:16:2x1
+  python experiments/benchmarks/planner.py --cases=mlp:1x2,language_model:2x1
+  sudo python experiments/benchmarks/planner.py --cases=mlp:2x1@1gbit --most_plans=4
 
-A case is MODEL:DATASET:BATCH:WORKERSxDEVICES. Times need a quiet machine: with fewer cores than devices, or beside
-other programs, they say little.
+A case is MODEL:WORKERSxDEVICES@LINK. With a link, such as `1gbit`, each worker is a host of its own, a network
+namespace with a link of this rate, which needs root; without, workers communicate over loopback. The workers share the
+cores of this machine, as the prediction assumes. Times need a quiet machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
+from experiments.benchmarks import hosts, netns
 from experiments.benchmarks.loops import SETTLED, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
+from tfpar.parallel.planner.machine import parse_link
 from tfpar.parallel.planner.plan import Prediction
 from tfpar.training.planning.machines import between_cpus
 from tfpar.training.planning.offline import plan_offline
 
 from absl import flags as absl_flags
 
-_MODELS = ("mlp:digits:64", "transformer_lm_tiny:text:16", "vit:synthetic:32x32x3:16")
-_SHAPES = ("1x2", "1x4", "2x1", "4x1")
+MODELS: dict[str, dict[str, Any]] = {
+    "mlp": {
+        "model": "mlp",
+        "model_args": '{"widths": [1024, 1024, 1024]}',
+        "dataset": "synthetic:32x32x1",
+        "global_batch_size": 256,
+    },
+    "language_model": {
+        "model": "transformer_lm_tiny",
+        "dataset": "synthetic:tokens:512",
+        "sequence_length": 128,
+        "global_batch_size": 16,
+    },
+    "vit": {"model": "vit", "dataset": "synthetic:32x32x3", "global_batch_size": 16},
+}
+_PLACES = ("1x2", "2x1", "2x1@1gbit", "4x1@1gbit")
+_LATENCY_S = 1e-4  # of a message between namespaces
 
 flags.define(sections=[])
-CASES = absl_flags.DEFINE_list("cases", [f"{m}:{s}" for m in _MODELS for s in _SHAPES], "Cases, see above.")
+CASES = absl_flags.DEFINE_list(
+    "cases", [f"{model}:{place}" for model in MODELS for place in _PLACES], "Cases, see above."
+)
 MOST = absl_flags.DEFINE_integer("most_plans", 0, "Plans that run, the best predicted; 0: all.", lower_bound=0)
 CALLS = absl_flags.DEFINE_integer(
     "measured_calls",
@@ -67,7 +90,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     runtime = tfpar.initialize(config, source)
     before = resident()
     trainer = tfpar.Trainer(
-        lambda: models.build(config.model.model, tfpar.task_spec(source)),
+        lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
@@ -77,34 +100,55 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "memory": (peak - before) / runtime.topology.local_devices}
 
 
-def run_plan(workers: int, options: dict[str, Any]) -> dict[str, float]:
+@contextlib.contextmanager
+def cluster(workers: int, link: str) -> Iterator[netns.Network | None]:
+    """Hosts with links, if a link is given."""
+    if not link:
+        yield None
+        return
+    with netns.network(workers) as network:
+        network.shape(link)
+        yield network
+
+
+def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, float]:
     """`measure` on a cluster of its own: the slowest and the largest of its workers."""
-    child = [__file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
-    launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", "--"]
-    done = subprocess.run(
-        [*launcher, *child] if workers > 1 else [sys.executable, *child], capture_output=True, text=True
-    )
-    found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"seconds"' in line]
-    if done.returncode or not found:
-        raise SystemExit(f"{options} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    child = [sys.executable, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
+    with cluster(workers, link) as network:
+        if network:
+            commands = [
+                (network.command(host, child), {**os.environ, **hosts.tensorflow_environ(network, host)})
+                for host in range(workers)
+            ]
+        else:
+            launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", "--", *child[1:]]
+            commands = [(launcher if workers > 1 else child, dict(os.environ))]
+        started = [
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for command, environ in commands
+        ]
+        outputs = [process.communicate()[0] for process in started]
+    found = [json.loads(line[line.index("{") :]) for line in "".join(outputs).splitlines() if '"seconds"' in line]
+    if any(process.returncode for process in started) or len(found) != workers:
+        raise SystemExit(f"{options} failed:\n{''.join(outputs)[-3000:]}")
     return {name: max(each[name] for each in found) for name in ("seconds", "memory")}
 
 
 def run_case(case: str) -> str:
     """Predicts and runs the plans of a case; returns its rows."""
-    head, _, shape = case.rpartition(":")
-    name, _, rest = head.partition(":")
-    dataset, _, batch = rest.rpartition(":")
+    name, _, place = case.partition(":")
+    shape, _, link = place.partition("@")
     workers, devices = map(int, shape.split("x"))
-    common = {"model": name, "dataset": dataset, "global_batch_size": int(batch), "devices": devices}
+    common = {**MODELS[name], "devices": devices}
     config = tfpar.ExperimentConfig.from_flat_dict(common)
-    answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus("gloo"))
+    between = parse_link(link, "--cases", _LATENCY_S) if link else None
+    answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus("gloo", between), hosts_here=workers)
     plans = answer.fitting[: MOST.value or None]
     ran: list[list[dict[str, float]]] = [[] for _ in plans]
     for _ in range(TURNS.value):
-        for place, each in enumerate(plans):
-            ran[place].append(run_plan(workers, {**common, **each.plan.options()}))
-            print(f"{case} {each.plan.options()}: {ran[place][-1]}", file=sys.stderr, flush=True)
+        for number, each in enumerate(plans):
+            ran[number].append(run_plan(workers, link, {**common, **each.plan.options()}))
+            print(f"{case} {each.plan.options()}: {ran[number][-1]}", file=sys.stderr, flush=True)
     return rows(case, plans, ran)
 
 

@@ -41,6 +41,7 @@ def plan_offline(
     between: Link,
     within: Link | None = None,
     fixed: Sequence[str] = (),
+    hosts_here: int = 1,
 ) -> Answer:
     """Makes a plan for workers like the described ones.
 
@@ -51,6 +52,7 @@ def plan_offline(
       between: The link between the workers.
       within: The link between the devices of a worker; by default that of GPUs, or a CPU's memory if passes are timed.
       fixed: Options that must stay as they are.
+      hosts_here: Workers that will share a machine like this one, and its cores.
 
     Raises:
       ConfigError: Something in the configuration cannot work.
@@ -69,6 +71,7 @@ def plan_offline(
         precision=config.precision.precision,
         measured=facts.measured,
         given=Given(flops=flops, memory=memory, within=within, between=between),
+        workers_here=hosts_here,
     )
     if not memory:  # this machine's value does not apply to others
         machine = dataclasses.replace(machine, memory=0)
