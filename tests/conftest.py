@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`--jit_compile=auto` chooses XLA only in tests that are marked `xla` or `proof`, and in other processes."""
     chooses = item.get_closest_marker("xla") or item.get_closest_marker("proof")
-    setattr(Program, "xla_disabled_reason", CHOOSES_XLA if chooses else WITHOUT_XLA)
+    Program.xla_disabled_reason = CHOOSES_XLA if chooses else WITHOUT_XLA
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,7 @@ REPEATS = {
         "<lambda>3",
     ),
     "tests/faults/test_partition.py::test_heartbeats_do_not_wait_behind_gradients": (),
-    "tests/faults/test_servers.py::test_the_chief_names_who_is_lost_and_ends": (
-        "ps-19",
-        "worker-19",
-    ),
+    "tests/faults/test_servers.py::test_the_chief_names_who_is_lost_and_ends": ("ps-19", "worker-19"),
     "tests/faults/test_servers.py::test_who_does_not_come_is_named": ("ps-absent1",),
     "tests/guards/test_bad_examples.py::test_a_failing_run_can_go_on_skipping": (),
     "tests/guards/test_bad_examples.py::test_fail_names_the_example_and_no_graph": ("memory",),
@@ -36,11 +33,7 @@ REPEATS = {
         "evaluation-3-evaluation or checkpoint after step 2",
     ),
     "tests/incremental/test_learner.py::test_all_tasks_of_a_series_have_one_configuration": (),
-    "tests/incremental/test_learner.py::test_methods_keep_more_than_nothing": (
-        "joint",
-        "lwf",
-        "ewc",
-    ),
+    "tests/incremental/test_learner.py::test_methods_keep_more_than_nothing": ("joint", "lwf", "ewc"),
     "tests/incremental/test_learner.py::test_two_replicas_learn_what_one_does": (),
     "tests/inputs/sources/test_class_weights.py::test_weights_go_through_a_pipeline_of_files_and_through_skipping": (
         "memory",
@@ -52,10 +45,7 @@ REPEATS = {
         "?label=price,kind&columns=city-none",
     ),
     "tests/inputs/test_bad_records.py::test_a_file_that_is_truncated_or_deleted_during_reading": ("256",),
-    "tests/inputs/test_bad_records.py::test_damaged_images_are_named_or_skipped": (
-        "memory",
-        "none",
-    ),
+    "tests/inputs/test_bad_records.py::test_damaged_images_are_named_or_skipped": ("none",),
     "tests/inputs/test_bad_records.py::test_damaged_tfds_records_are_named_or_skipped": ("tfrecord",),
     "tests/inputs/test_bad_records.py::test_damaged_tfrecords_are_named_or_skipped": ("none",),
     "tests/inputs/test_streams.py::test_elements_are_those_of_arrays": (
@@ -85,18 +75,8 @@ REPEATS = {
         "files-2",
     ),
     "tests/integration/test_bad_records.py::test_workers_of_parameter_servers_skip_too": (),
-    "tests/integration/test_exchange.py::test_sums_over_workers": (
-        "2-1",
-        "2-2",
-        "4-1",
-        "5-1",
-        "8-1",
-    ),
-    "tests/integration/test_exchange_rows.py::test_rows_between_workers": (
-        "1-2",
-        "2-1",
-        "2-2",
-    ),
+    "tests/integration/test_exchange.py::test_sums_over_workers": ("2-1", "2-2", "4-1", "5-1", "8-1"),
+    "tests/integration/test_exchange_rows.py::test_rows_between_workers": ("1-2", "2-1", "2-2"),
     "tests/integration/test_exchange_rows.py::test_the_benchmark_shows_what_rows_save": (),
     "tests/integration/test_experiments.py::test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not": (
         "1-exchanges0-True",
@@ -106,11 +86,7 @@ REPEATS = {
     "tests/integration/test_experiments.py::test_warm_start_takes_the_weights": (),
     "tests/integration/test_language_model.py::test_held_out_files_take_few_bits_per_byte": ("2-60-4.0",),
     "tests/integration/test_local_steps.py::test_replicas_of_a_worker_stay_in_step": (),
-    "tests/integration/test_multi_worker.py::test_two_workers_equal_one_device": (
-        "1-1",
-        "1-4",
-        "2-1",
-    ),
+    "tests/integration/test_multi_worker.py::test_two_workers_equal_one_device": ("1-1", "1-4", "2-1"),
     "tests/integration/test_multi_worker.py::test_workers_that_were_not_given_the_same_say_so_before_the_first_step": (
         "nothing-named3",
     ),
@@ -135,10 +111,7 @@ REPEATS = {
         "3-exchanges1",
     ),
     "tests/launch/test_hosts.py::test_the_printed_commands_run": ("1",),
-    "tests/models/test_families.py::test_gradients_are_the_same_with_and_without_xla": (
-        "resnet50",
-        "convnet",
-    ),
+    "tests/models/test_families.py::test_gradients_are_the_same_with_and_without_xla": ("resnet50", "convnet"),
     "tests/models/test_summary.py::test_costs_match_published_models": (
         "vit_base-86567656-35.1",
         "resnet50-25557032-8.18",
@@ -220,14 +193,8 @@ REPEATS = {
         "own_loss-None-1-1",
         "extended-mse-1-1",
     ),
-    "tests/training/model/test_own_loss.py::test_metrics_that_the_model_updates_are_counted": (
-        "1-1",
-        "1-2",
-    ),
-    "tests/training/model/test_precision.py::test_float8_layers_train_as_in_keras": (
-        "1-True",
-        "2-False",
-    ),
+    "tests/training/model/test_own_loss.py::test_metrics_that_the_model_updates_are_counted": ("1-1", "1-2"),
+    "tests/training/model/test_precision.py::test_float8_layers_train_as_in_keras": ("1-True", "2-False"),
     "tests/training/model/test_precision.py::test_float8_statistics_of_a_batch_that_is_not_full_are_those_of_keras": (
         "8",
     ),
@@ -266,10 +233,7 @@ REPEATS = {
     "tests/training/planning/test_counting.py::test_predicted_bytes_are_those_that_devices_hold": (
         "pipeline:2,model:2-4-options1",
     ),
-    "tests/training/test_evaluation.py::test_equals_keras_evaluate": (
-        "1-False",
-        "3-True",
-    ),
+    "tests/training/test_evaluation.py::test_equals_keras_evaluate": ("1-False", "3-True"),
     "tests/training/test_evaluation.py::test_evaluation_has_batches_of_its_own_and_may_be_cut_short_during_training": (
         "1",
     ),
@@ -289,11 +253,7 @@ REPEATS = {
         "True-0",
         "True-1",
     ),
-    "tests/training/test_layouts.py::test_mirrored_equals_one_device": (
-        "2-1",
-        "3-1",
-        "3-4",
-    ),
+    "tests/training/test_layouts.py::test_mirrored_equals_one_device": ("2-1", "3-1", "3-4"),
     "tests/training/test_like_fit.py::test_evaluations_average_over_batches": (
         "1-masked_and_plain-two_labels-<lambda>",
         "2-model-data-summed",
@@ -304,10 +264,7 @@ REPEATS = {
     "tests/training/test_offload.py::test_blocks_are_xla_programs": (),
     "tests/training/test_offload.py::test_the_same_bits_as_on_the_device": ("adafactor",),
     "tests/training/test_pipeline.py::test_layers_of_stages_are_divided": ("language_model-options1",),
-    "tests/training/test_pipeline.py::test_stages_are_xla_programs": (
-        "options0",
-        "options1",
-    ),
+    "tests/training/test_pipeline.py::test_stages_are_xla_programs": ("options0", "options1"),
     "tests/training/test_pipeline.py::test_thirty_steps_equal_one_device": (
         "dense-2-options0",
         "dense-3-options1",
@@ -318,26 +275,17 @@ REPEATS = {
         "branches-4-options6",
         "batch_statistics-2-options7",
     ),
-    "tests/training/test_prediction.py::test_equals_keras_predict": (
-        "1-True",
-        "3-False",
-    ),
+    "tests/training/test_prediction.py::test_equals_keras_predict": ("1-True", "3-False"),
     "tests/training/test_step.py::test_finite_gradients_whose_squares_overflow_are_applied": (
         "0.0-1-False",
         "0.0-2-True",
         "1.0-1-True",
         "1.0-2-False",
     ),
-    "tests/training/test_step.py::test_several_steps_a_call_equal_single_ones": (
-        "False-2",
-        "True-1",
-    ),
+    "tests/training/test_step.py::test_several_steps_a_call_equal_single_ones": ("False-2", "True-1"),
     "tests/training/test_streams.py::test_a_run_resumes_where_it_stopped_in_the_stream": ("2",),
     "tests/training/test_streams.py::test_trains_and_evaluates_as_arrays_and_as_keras_do": ("1",),
-    "tests/training/test_tensor_parallel.py::test_micro_batches": (
-        "data:2,model:2-none",
-        "data:2,model:2-blocks",
-    ),
+    "tests/training/test_tensor_parallel.py::test_micro_batches": ("data:2,model:2-none", "data:2,model:2-blocks"),
     "tests/training/test_tensor_parallel.py::test_thirty_steps_equal_one_device": (
         "dense-2-0.4",
         "attention-2-0.4",
@@ -354,9 +302,8 @@ REPEATS = {
         "xla",
         "mirrored",
     ),
-    "tests/training/test_trainer_resuming.py::test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more": (
-        "1000",
-    ),
+    "tests/training/test_trainer_resuming.py::"
+    "test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more": ("1000",),
 }
 
 
