@@ -83,7 +83,8 @@ def choose(monkeypatch):
             return Measured(link, [speed] * len(codecs), [errors.get(codec.kind, 1.0) for codec in codecs])
 
         monkeypatch.setattr(auto.measure, "measure", measure)
-        result = auto.choose(specs.parse(text), elements, world_group(workers, 0, device), device)
+        spec, group = specs.parse(text), world_group(workers, 0, device)
+        result = auto.choose(spec, elements, group, auto.measure_codecs(spec, group, device))
         assert all(f"bucket {number}" in result.table for number in range(len(elements)))
         return [what(spec) for spec in result.specs]
 

@@ -170,7 +170,8 @@ def test_auto_considers_it(monkeypatch):
         "measure",
         lambda group, codecs, device: Measured(link, [speed] * len(codecs), [1.0] * len(codecs)),
     )
-    result = auto.choose(specs.parse("auto"), [1 << 20], world_group(4, 0), "CPU:0")
+    spec, group = specs.parse("auto"), world_group(4, 0)
+    result = auto.choose(spec, [1 << 20], group, auto.measure_codecs(spec, group, "CPU:0"))
     assert [spec.name for spec in result.specs] == ["strided"]
     assert specs.parse("strided").cost(1 << 20, 4, link).sent == 1 << 20
 

@@ -132,3 +132,14 @@ def test_four_workers_hold_two_replicas(tmp_path, devices):
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("axis", ["model", "pipeline"])
+def test_parts_of_replicas_choose_the_same_exchange(tmp_path, axis):
+    """Whatever the measurement leads to: what all workers have whole is the same on all, which `on_workers` checks."""
+    options = {"exchange": "auto:min_elements=64,max_error=0.02", "accumulate_steps": 2, "steps": 10}
+    [found] = on_workers(4, tmp_path / "out", {"mesh": f"data:2,{axis}:2", **options})
+    expected = alone("dense", accumulate_steps=2, steps=10)[0]
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= 0.2 * np.linalg.norm(value) + 1e-3, name

@@ -80,11 +80,8 @@ def test_workers_share_a_replica():
     assert topology.workers_alike == [0, 2]
     assert topology.input_pipelines == 2
     assert "4 workers x 1 CPU = 2 replicas of 2 devices" in topology.describe()
-    config = ExperimentConfig.from_flat_dict({"exchange": "auto:max_error=0.1", "mesh": "data:2,model:2"})
-    with pytest.raises(ConfigError, match=r"--exchange=auto.* several workers.* --exchange=int8"):
-        check_beside_mesh(config, topology.mesh, spans_workers=True)
     config = ExperimentConfig.from_flat_dict({"stages_per_device": 2, "mesh": "data:1,pipeline:4"})
-    check_beside_mesh(config, Mesh(pipeline=4), spans_workers=True)
+    check_beside_mesh(config, Mesh(pipeline=4))
 
 
 def test_a_model_axis_is_reason_enough_for_several_devices():
@@ -100,16 +97,16 @@ def test_a_model_axis_is_reason_enough_for_several_devices():
 @pytest.mark.parametrize("option", [{"shard": "optimizer"}, {"exchange_retune_every": 5}])
 def test_options_that_a_model_axis_does_not_go_with(option):
     config = ExperimentConfig.from_flat_dict({"mesh": "model:2", **option})
-    check_beside_mesh(config, Mesh(data=2), spans_workers=False)
+    check_beside_mesh(config, Mesh(data=2))
     with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet with --mesh=model:2"):
-        check_beside_mesh(config, Mesh(model=2), spans_workers=False)
+        check_beside_mesh(config, Mesh(model=2))
     with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet"):
-        check_beside_mesh(config, Mesh(pipeline=2), spans_workers=False)
+        check_beside_mesh(config, Mesh(pipeline=2))
 
 
 def test_pipelines_have_options_of_their_own():
     for option in ({"stages": "block2"}, {"stages_per_device": 2}):
         config = ExperimentConfig.from_flat_dict(option)
-        check_beside_mesh(config, Mesh(pipeline=2), spans_workers=False)
+        check_beside_mesh(config, Mesh(pipeline=2))
         with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* is for pipelines"):
-            check_beside_mesh(config, Mesh(model=2), spans_workers=False)
+            check_beside_mesh(config, Mesh(model=2))

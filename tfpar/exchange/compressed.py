@@ -38,6 +38,7 @@ class CompressedReducer(Reducer):
       overlap: Whether tensors come one after the other, see `Exchange.build`.
       encodes: If false, the tensors that `spec` would encode are sent dense, together with the residuals of a saved
         run: on a single worker, or after a change to `none`.
+      measured: What the algorithm measured of all workers; by default, it measures this group.
 
     Raises:
       ConfigError: The exchange does not work for this number of workers.
@@ -54,6 +55,7 @@ class CompressedReducer(Reducer):
         *,
         overlap: bool = False,
         encodes: bool = True,
+        measured: Any = None,
     ) -> None:
         if encodes:
             spec.check_group(group)
@@ -84,7 +86,7 @@ class CompressedReducer(Reducer):
             self._observed = tf.Variable(
                 [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
             )
-        self._make_buckets(self._choose())
+        self._make_buckets(self._choose(measured))
 
     @property
     def compresses(self) -> bool:
@@ -326,10 +328,12 @@ class CompressedReducer(Reducer):
             latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 
-    def _choose(self) -> list[Spec]:
-        """A spec for each bucket."""
+    def _choose(self, measured: Any = None) -> list[Spec]:
+        """A spec for each bucket; measures, if nothing is measured."""
+        algorithm = self._spec.algorithm
+        measured = measured or algorithm.measure(self._spec, self._group, self._device)
         elements = [sum(self._sizes[index] for index in indices) for indices in self._indices]
-        result = self._spec.algorithm.choose(self._spec, elements, self._group, self._device)
+        result = algorithm.choose(self._spec, elements, self._group, measured)
         self._plan_table = result.table
         return list(result.specs)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.collectives.group import Group, allocate_instance_keys
-from tfpar.collectives.tensorflow import group_of_place
+from tfpar.collectives.tensorflow import group_of_place, world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import buckets, residuals
 from tfpar.exchange.compressed import CompressedReducer
@@ -305,11 +305,16 @@ def per_device_reducer(
     devices = replica.devices or [running[program] for program in replica.programs]
     numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
     groups = [group_of_place(place, group, device) for place, device in numbered]
+    measured = None
+    if group.size > 1 and spec.compresses:
+        # Once, by all workers at the same time: the parts of a replica must encode what they share alike.
+        everyone = world_group(replica.parts * group.size, group.members[group.rank], running[0])
+        measured = spec.algorithm.measure(spec, everyone, running[0])
     reducers: list[DenseReducer | CompressedReducer] = []
     for own, device, chosen in zip(groups, devices, replica.indices, strict=True):
         own_shapes = [shapes[index] for index in chosen]
         if group.size > 1 and spec.compresses:
-            reducers.append(CompressedReducer(spec, own_shapes, own, device, seed))
+            reducers.append(CompressedReducer(spec, own_shapes, own, device, seed, measured=measured))
         else:
             reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
     replicas = len(running) // replica.program_count

@@ -37,7 +37,8 @@ class Algorithm:
     options: type[Options]
     build: Callable[[Any, Sequence[tf.TensorShape], Group, int, str], Bucket]
     cost: Callable[[Any, int, int, Link, Speed], Cost]
-    choose: Callable[[Spec, Sequence[int], Group, str], TuningResult]
+    measure: Callable[[Spec, Group, str], Any]
+    choose: Callable[[Spec, Sequence[int], Group, Any], TuningResult]
     candidates: Callable[[Mapping[str, Any], Group], Sequence[Options]]
     summary: str
     example: str
@@ -132,9 +133,13 @@ class TuningResult:
     table: str = ""
 
 
-def _as_given(spec: Spec, elements: Sequence[int], group: Group, device: str) -> TuningResult:
+def _nothing(spec: Spec, group: Group, device: str) -> None:
+    """Measures nothing."""
+
+
+def _as_given(spec: Spec, elements: Sequence[int], group: Group, measured: Any) -> TuningResult:
     """The same spec for every bucket."""
-    del group, device
+    del group, measured
     return TuningResult([spec] * len(elements))
 
 
@@ -152,7 +157,8 @@ def register(
     build: Callable[[Any, Sequence[tf.TensorShape], Group, int, str], Bucket],
     *,
     cost: Callable[[Any, int, int, Link, Speed], Cost],
-    choose: Callable[[Spec, Sequence[int], Group, str], TuningResult] = _as_given,
+    measure: Callable[[Spec, Group, str], Any] = _nothing,
+    choose: Callable[[Spec, Sequence[int], Group, Any], TuningResult] = _as_given,
     candidates: Callable[[Mapping[str, Any], Group], Sequence[Options]] = _no_candidates,
     summary: str = "",
     example: str = "",
@@ -166,8 +172,10 @@ def register(
       build: `(options, shapes, group, seed, name) -> Bucket`: makes the bucket that sums tensors of these shapes over
         the group. `seed` is a distinct number for each bucket; `name` is a prefix for the names of its variables.
       cost: `(options, elements, workers, link, speed) -> Cost` of exchanging a vector, for two workers and more.
-      choose: `(spec, elements of each bucket, group, device) -> TuningResult`: decides how each bucket is exchanged; by
-        default, by this algorithm. All workers call it together.
+      measure: `(spec, group, device)`: what `choose` needs to know of the workers, which call it together. The group
+        is of all workers, of which the one that exchanges may be a part.
+      choose: `(spec, elements of each bucket, group, measured) -> TuningResult`: decides how each bucket is exchanged;
+        by default, by this algorithm. Depends on its arguments alone, so that workers decide the same.
       candidates: `(common options, group) -> list of options` with which `auto` considers the algorithm. By default
         `auto` does not. Without a codec it counts as exact, and its speed as that of copying.
       summary: What it does, in a few words, for `python -m tfpar.exchange`.
@@ -179,7 +187,9 @@ def register(
     """
     if not name or ":" in name or name in _ALGORITHMS:
         raise ValueError(f"exchange algorithm {name!r} is taken, empty, or contains a colon")
-    _ALGORITHMS[name] = Algorithm(name, options, build, cost, choose, candidates, summary, example, dict(fixed or {}))
+    _ALGORITHMS[name] = Algorithm(
+        name, options, build, cost, measure, choose, candidates, summary, example, dict(fixed or {})
+    )
 
 
 def unregister(name: str) -> None:

@@ -94,13 +94,12 @@ def devices_of_worker(text: str, workers: int) -> int:
     return max(1, math.prod(sizes.values()) // workers) if "data" in sizes else devices_of_replica(text)
 
 
-def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bool) -> None:
+def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
     """Refuses options that do not work with replicas of several devices, and pipeline options without a pipeline.
 
     Args:
       config: The experiment.
       mesh: The mesh of the experiment.
-      spans_workers: Whether a replica spans several workers.
 
     Raises:
       ConfigError: There is such an option; the message names the first one.
@@ -135,11 +134,6 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
         raise ConfigError(
             f"--sequence_parallel divides positions over the model axis of a mesh, and --mesh={strategy.mesh} {wrong}. "
             "Use --mesh=model:2, or leave it out."
-        )
-    if spans_workers and exchange.exchange.partition(":")[0] == "auto":
-        raise ConfigError(
-            f"--exchange={exchange.exchange} does not work yet with --mesh={strategy.mesh}, where a replica spans "
-            "several workers, which could make different choices. Name an exchange, such as --exchange=int8."
         )
 
 

@@ -71,7 +71,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
     parse_size(config.strategy.device_memory)
     Exchange(config.exchange.exchange).check_supported(topology.name)
     if not automatic:
-        check_beside_mesh(config, topology.mesh, spans_workers=topology.replica_workers > 1)
+        check_beside_mesh(config, topology.mesh)
         check_sharding(config, topology)
         check_local_steps(config, topology)
         check_segments(config, topology)

@@ -55,7 +55,8 @@ def main() -> None:
         if transport == "tensorflow":
             use_for_cpus(None)
         group = world_group(topology.workers, topology.worker)
-        chosen = auto.choose(specs.parse("auto"), ELEMENTS, group, "/device:CPU:0")
+        spec = specs.parse("auto")
+        chosen = auto.choose(spec, ELEMENTS, group, auto.measure_codecs(spec, group, "/device:CPU:0"))
         names = ["none", "bf16", "int8"]
         seconds = []
         for elements, one in zip(ELEMENTS, chosen.specs, strict=True):

@@ -50,22 +50,42 @@ class _Prediction:
     dense: Cost
 
 
-def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> TuningResult:
-    """Measures links and codecs, and chooses what should be fastest for each bucket; takes about a second.
+@dataclasses.dataclass(frozen=True)
+class _Tuning:
+    """What was measured, by the name of the algorithm that encodes."""
+
+    measured: measure.Measured
+    speeds: dict[str, Speed]
+    errors: dict[str, float]
+
+
+def measure_codecs(spec: Spec, group: Group, device: str) -> _Tuning:
+    """Measures links and the codecs of all candidates; takes about a second.
 
     All workers must call it together.
 
     Args:
-      spec: An `auto` exchange, with its error budget.
-      elements: Elements of each bucket.
+      spec: An `auto` exchange.
       group: All workers.
       device: Where exchanges run.
     """
-    candidates = _candidates(spec.options, group)
-    codecs = {candidate.name: candidate.options.codec for candidate in candidates if candidate.options.codec}
+    codecs = {one.name: one.options.codec for one in _candidates(spec.options, group) if one.options.codec}
     measured = measure.measure(group, list(codecs.values()), device)
-    speeds = dict(zip(codecs, measured.speeds, strict=True))
-    errors = dict(zip(codecs, measured.errors, strict=True))
+    speeds, errors = (dict(zip(codecs, found, strict=True)) for found in (measured.speeds, measured.errors))
+    return _Tuning(measured, speeds, errors)
+
+
+def choose(spec: Spec, elements: Sequence[int], group: Group, tuning: _Tuning) -> TuningResult:
+    """Chooses what should be fastest for each bucket.
+
+    Args:
+      spec: An `auto` exchange, with its error budget.
+      elements: Elements of each bucket.
+      group: The workers that exchange.
+      tuning: From `measure_codecs`.
+    """
+    measured, speeds, errors = tuning.measured, tuning.speeds, tuning.errors
+    candidates = _candidates(spec.options, group)
     allowed = [one for one in candidates if errors.get(one.name, 0.0) <= spec.options.max_error]
     predictions = []
     for count in elements:
@@ -81,7 +101,7 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> Tu
         dense = registry.get(registry.DENSE).cost(spec.options, count, group.size, measured.link, measured.copying)
         dense = _among(len(elements), dense)
         predictions.append(_Prediction(count, best, costs[best], dense))
-    table = _table(measured, speeds, errors, spec.options.max_error, predictions)
+    table = _table(tuning, spec.options.max_error, predictions)
     return TuningResult([prediction.chosen for prediction in predictions], table)
 
 
@@ -105,13 +125,8 @@ def _candidates(options: AutoOptions, group: Group) -> list[Spec]:
     return sorted(candidates, key=lambda candidate: candidate.compresses)
 
 
-def _table(
-    measured: measure.Measured,
-    speeds: dict[str, Speed],
-    errors: dict[str, float],
-    max_error: float,
-    predictions: list[_Prediction],
-) -> str:
+def _table(tuning: _Tuning, max_error: float, predictions: list[_Prediction]) -> str:
+    measured, errors = tuning.measured, tuning.errors
     link = measured.link
     lines = [
         f"exchange auto: {link.latency * 1e3:.2f} ms a message, {link.bandwidth * 8e-9:.2f} Gbit/s, for which the "
@@ -123,7 +138,7 @@ def _table(
         + ", ".join(
             f"{name} {1e-9 / speed.encoding(1):.1f}, {1e-9 / speed.decoding(1):.1f}, {errors[name]:.2g}"
             f"{' (over the budget)' if errors[name] > max_error else ''}"
-            for name, speed in speeds.items()
+            for name, speed in tuning.speeds.items()
         )
     )
     for number, prediction in enumerate(predictions):
@@ -149,6 +164,7 @@ register(
     AutoOptions,
     _build,
     cost=_cost,
+    measure=measure_codecs,
     choose=choose,
     summary="measures links and codecs at the start, and chooses the fastest by prediction",
     example="max_error=0.2",

@@ -109,7 +109,7 @@ def _refusals(
             model_devices=mesh.model,
         )
         try:
-            check_beside_mesh(planned, mesh, spans_workers=spans > 1)
+            check_beside_mesh(planned, mesh)
             check_sharding(planned, topology)
             check_local_steps(planned, topology)
         except ConfigError as error:
