@@ -53,10 +53,6 @@ def cases(tmp_path_factory) -> dict[str, Case]:
             "single": {**SINGLE, "jit_compile": "true"},
             "whole": INT4,
             "left": {"local_steps": 4, "outer_optimizer": "sgd", "stop_after": 6, "workdir": str(folder / "left")},
-            "bad": {"local_steps": 4, "bad": 3, "bn": False},
-            "streamed": STREAMED,
-            "streamed_stopped": {**STREAMED, "stop_after": 6, "workdir": str(folder / "streamed")},
-            "streamed_resumed": {**STREAMED, "workdir": str(folder / "streamed")},
         },
     )
 
@@ -72,6 +68,10 @@ def further(tmp_path_factory) -> dict[str, Case]:
             "whole": INT4,
             "stopped": {**INT4, "stop_after": 6, "workdir": str(folder / "run")},
             "resumed": {**INT4, "workdir": str(folder / "run")},
+            "bad": {"local_steps": 4, "bad": 3, "bn": False},
+            "streamed": STREAMED,
+            "streamed_stopped": {**STREAMED, "stop_after": 6, "workdir": str(folder / "streamed")},
+            "streamed_resumed": {**STREAMED, "workdir": str(folder / "streamed")},
             "hook": {"local_steps": 4, "stop_at": 6},
             "streamed_left": {**left, "workdir": str(folder / "streamed_left")},
             "streamed_hook": {**STREAMED, "stop_at": 6},
@@ -140,9 +140,10 @@ def test_a_run_resumed_within_a_round_has_the_same_bits(further):
         np.testing.assert_array_equal(np.concatenate([stopped.workers[0]["seen"], mine["seen"]]), theirs["seen"])
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_a_run_resumed_with_a_fragment_in_flight_has_the_same_bits(cases):
-    whole, stopped, resumed = (cases[name] for name in ("streamed", "streamed_stopped", "streamed_resumed"))
+def test_a_run_resumed_with_a_fragment_in_flight_has_the_same_bits(further):
+    whole, stopped, resumed = (further[name] for name in ("streamed", "streamed_stopped", "streamed_resumed"))
     assert resumed.summary["rounds"] == whole.summary["rounds"] == 4
     assert resumed.summary["params_sha256"] == whole.summary["params_sha256"]
     assert resumed.summary["eval"] == whole.summary["eval"]
@@ -153,7 +154,7 @@ def test_a_run_resumed_with_a_fragment_in_flight_has_the_same_bits(cases):
     first, second = whole.workers
     for name in whole.weights:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-    assert any(np.any(cases["whole"].weights[name] != whole.weights[name]) for name in whole.weights)
+    assert any(np.any(further["whole"].weights[name] != whole.weights[name]) for name in whole.weights)
 
 
 @pytest.mark.proof
@@ -214,9 +215,10 @@ def test_other_workers_end_the_round_with_the_parts_of_all(cases, tmp_path):
     assert 0.0 < moved < 0.02  # by a single step
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_a_worker_leaves_out_its_own_bad_step_alone(cases):
-    bad, (first, second) = cases["bad"], cases["bad"].workers
+def test_a_worker_leaves_out_its_own_bad_step_alone(further):
+    bad, (first, second) = further["bad"], further["bad"].workers
     for name in bad.weights:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
         assert np.isfinite(first[name]).all(), name

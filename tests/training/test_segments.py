@@ -55,6 +55,7 @@ def test_segments_have_the_weights_of_one_program(model, segments, options):
         np.testing.assert_allclose(weights[1][name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -129,6 +129,7 @@ def own_layers(layer: keras.layers.Layer) -> keras.Model:
     return made
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     ("builder", "jit_compile", "left_out"),
     [
