@@ -2,8 +2,9 @@
 
 For each case, a model on workers with devices, plans are predicted from passes that are timed in the same call. Then
 each runs on a cluster of its own on this machine; the plans take turns, and the fastest turn of each counts. Memory
-is what a process has at its peak beyond what it had before the model was built, as the operating system counts it; of
-the process that needs most, divided by its devices.
+is what the operating system counts at the peak of a process, of the one that needs most, beyond what it had before the
+model was built, and beyond the same of a run whose model has as many layers, but few weights: what remains is not that
+of TensorFlow and its graphs, which no prediction counts. It is divided by the devices of the process.
 
   python experiments/benchmarks/planner.py --cases=mlp:1x2,language_model:2x1
   sudo python experiments/benchmarks/planner.py --cases=mlp:2x1@1gbit --most_plans=4
@@ -43,7 +44,7 @@ from absl import flags as absl_flags
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {
         "model": "mlp",
-        "model_args": '{"widths": [1024, 1024, 1024]}',
+        "model_args": "widths=[2048, 2048, 2048]",
         "dataset": "synthetic:32x32x1",
         "global_batch_size": 256,
     },
@@ -51,9 +52,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": "transformer_lm_tiny",
         "dataset": "synthetic:tokens:512",
         "sequence_length": 128,
-        "global_batch_size": 16,
+        "global_batch_size": 32,
     },
-    "vit": {"model": "vit", "dataset": "synthetic:32x32x3", "global_batch_size": 16},
+    "vit": {"model": "vit", "dataset": "synthetic:32x32x3", "global_batch_size": 32},
+}
+# The same layers with few weights and activations.
+_NARROW: dict[str, dict[str, Any]] = {
+    "mlp": {"model_args": "widths=[16, 16, 16]", "dataset": "synthetic:4x4x1"},
+    "language_model": {"model_args": "width=16,heads=4", "sequence_length": 4},
+    "vit": {"model_args": "width=12,heads=3", "dataset": "synthetic:8x8x3"},
 }
 _PLACES = ("1x2", "2x1", "2x1@1gbit", "4x1@1gbit")
 _LATENCY_S = 1e-4  # of a message between namespaces
@@ -69,7 +76,7 @@ CALLS = absl_flags.DEFINE_integer(
     "Calls of the training program in a turn that count, of which the median is taken.",
     lower_bound=1,
 )
-STEPS = absl_flags.DEFINE_integer("steps_per_call", 10, "Steps of a call.", lower_bound=1)
+STEPS = absl_flags.DEFINE_integer("steps_per_call", 4, "Steps of a call.", lower_bound=1)
 TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each plan.", lower_bound=1)
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
@@ -145,9 +152,11 @@ def run_case(case: str) -> str:
     answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus("gloo", between), hosts_here=workers)
     plans = answer.fitting[: MOST.value or None]
     ran: list[list[dict[str, float]]] = [[] for _ in plans]
+    narrow = [run_plan(workers, link, {**common, **_NARROW[name], **each.plan.options()}) for each in plans]
     for _ in range(TURNS.value):
         for number, each in enumerate(plans):
             ran[number].append(run_plan(workers, link, {**common, **each.plan.options()}))
+            ran[number][-1]["memory"] -= narrow[number]["memory"]
             print(f"{case} {each.plan.options()}: {ran[number][-1]}", file=sys.stderr, flush=True)
     return rows(case, plans, ran)
 
