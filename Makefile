@@ -6,6 +6,7 @@ PYTHONS := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.13 python3.12 
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 VENV := .venv
 RUN := $(VENV)/bin/python
+TOOLS := $(VENV)/.tfpar-tools
 PACKAGES := $(VENV)/.tfpar-packages
 STAMP := $(VENV)/.tfpar-installed
 DOCS_PACKAGES := $(VENV)/.tfpar-docs
@@ -32,7 +33,7 @@ BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if 
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
 
-.PHONY: help setup wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
+.PHONY: help setup gloo wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
   clean missing
 
 help:
@@ -49,8 +50,8 @@ help:
 
 setup: $(STAMP)
 
-# Packages first, tfpar among them but without its native library: that needs the TensorFlow that comes with them.
-$(PACKAGES): setup.py pyproject.toml
+# What native tests need, which `make --jobs` may run while packages are installed.
+$(TOOLS):
 	@$(RUN) -c '$(FITS)' 2> /dev/null && $(RUN) -m pip --version > /dev/null 2>&1 && exit; \
 	  root() { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq; }; \
 	  python=$$(for each in $(PYTHONS); do $$each -c '$(FITS)' 2> /dev/null && echo $$each && break; done); \
@@ -61,9 +62,13 @@ $(PACKAGES): setup.py pyproject.toml
 	  $$python -m venv --clear $(VENV) || \
 	    { root && apt-get install -y -qq $${python##*/}-venv && $$python -m venv --clear $(VENV); } || \
 	    { echo "Python's venv module is missing: apt-get install $${python##*/}-venv"; exit 1; }
-	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77" \
 	  "cmake>=3.28,<5" "ninja>=1.11,<2"
+	@touch $@
+
+# tfpar among them, but without its native library: that needs the TensorFlow that comes with them.
+$(PACKAGES): setup.py pyproject.toml $(TOOLS)
+	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
 	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \
 	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test]"
 	@touch $@
@@ -73,6 +78,9 @@ GLOO = test "$(TFPAR_GLOO)" = 0 || test -e /usr/include/gloo/config.h || test -n
   test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq libgloo-dev; } || \
   echo "libgloo-dev could not be installed: the library is built without a transport of its own"
 
+gloo: $(TOOLS)
+	@$(GLOO)
+
 # In place and incremental: only what changed is compiled.
 ifneq ($(BUILDS),$(BUILT))
 $(STAMP): missing
@@ -80,8 +88,7 @@ endif
 ifneq ($(shell $(TENSORFLOW)),$(BUILT_FOR))
 $(STAMP): missing
 endif
-$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing)
-	@$(GLOO)
+$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing) | gloo
 	@$(RUN) setup.py --quiet build_ext --inplace
 	@printf '%s\n' 'TFPAR_GLOO ?= $(TFPAR_GLOO)' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
 	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)
@@ -115,14 +122,14 @@ browser:
 	  echo "chromium could not be installed: tests that open TensorBoard in a browser will be skipped"
 
 # The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
-native-test: $(PACKAGES)
+native-test: $(TOOLS) gloo
 	$(MAKE) --no-print-directory -C tests/native test
 	$(MAKE) --no-print-directory -C tests/native/cuda emulate
 
-sanitize: $(PACKAGES)
+sanitize: $(TOOLS) gloo
 	$(MAKE) --no-print-directory -C tests/native sanitize
 
-fuzz: $(PACKAGES)
+fuzz: $(TOOLS)
 	@command -v clang++ > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq clang; } || \
 	  { echo "libFuzzer comes with clang, which is missing: apt-get install clang"; exit 1; }
 	$(MAKE) --no-print-directory -C tests/native fuzz SECONDS=$(or $(SECONDS),300)
