@@ -89,7 +89,7 @@ ifneq ($(shell $(TENSORFLOW)),$(BUILT_FOR))
 $(STAMP): missing
 endif
 $(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing) | gloo
-	@$(RUN) setup.py --quiet build_ext --inplace
+	@env -u MAKEFLAGS $(RUN) setup.py --quiet build_ext --inplace
 	@printf '%s\n' 'TFPAR_GLOO ?= $(TFPAR_GLOO)' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
 	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)
 	@touch $@

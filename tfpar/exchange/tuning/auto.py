@@ -71,8 +71,11 @@ def measure_codecs(spec: Spec, group: Group, device: str) -> _Tuning:
     """
     codecs = {one.name: one.options.codec for one in _candidates(spec.options, group) if one.options.codec}
     measured = measure.measure(group, list(codecs.values()), device)
-    speeds, errors = (dict(zip(codecs, found, strict=True)) for found in (measured.speeds, measured.errors))
-    return _Tuning(measured, speeds, errors)
+    return _Tuning(
+        measured,
+        speeds=dict(zip(codecs, measured.speeds, strict=True)),
+        errors=dict(zip(codecs, measured.errors, strict=True)),
+    )
 
 
 def choose(spec: Spec, elements: Sequence[int], group: Group, tuning: _Tuning) -> TuningResult:
