@@ -82,6 +82,7 @@ def test_weights_that_are_assigned_before_fit_count():
     assert_close(train("mirrored", 2), train("one_device"))
 
 
+@pytest.mark.xla
 def test_scattered_gradients_of_micro_batches_equal_one_device():
     """With an example that has no gradient, whose step is left out on all replicas; and with a loss scale."""
     options: dict[str, Any] = {"optimizer": "adamw", "accumulate_steps": 2, "steps": 12}

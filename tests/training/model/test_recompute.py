@@ -152,7 +152,8 @@ def data(count=32):
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "one_device"}, {"strategy": "mirrored", "devices": 2, "jit_compile": "false"}]
+    "options",
+    [{"strategy": "one_device", "jit_compile": "true"}, {"strategy": "mirrored", "devices": 2, "jit_compile": "false"}],
 )
 def test_a_run_ends_with_the_same_weights(options):
     def train(recompute):

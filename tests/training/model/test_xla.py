@@ -49,6 +49,7 @@ def trainer_of(model, **options) -> tfpar.Trainer:
     )
 
 
+@pytest.mark.xla
 def test_a_model_of_strings_trains_as_in_keras():
     plain, model = of_strings(), of_strings()
     plain.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
@@ -61,12 +62,14 @@ def test_a_model_of_strings_trains_as_in_keras():
     assert trainer.predict(WORDS[:5]).shape == (5, 3)
 
 
+@pytest.mark.xla
 def test_layers_that_look_up_strings_need_no_graph():
     model = Subclassed()
     model(WORDS)
     assert trainer_of(model).fit(WORDS, LABELS, epochs=1)["steps"] == 1
 
 
+@pytest.mark.xla
 def test_xla_is_refused_with_the_layers():
     def of_integers() -> keras.Model:
         lookup = keras.layers.IntegerLookup(vocabulary=[3, 5], name="numbers")
