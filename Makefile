@@ -28,12 +28,14 @@ TEST_PROCESSES ?= 3
 export TFPAR_CUDA TFPAR_CUDA_ARCHITECTURES TFPAR_GLOO
 FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nvcc) $(CUDA_PATH:=/bin/nvcc)) \
   $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+# By the value of TFPAR_GLOO, which may come from what was last built.
+GLOO_STAMP := $(VENV)/.tfpar-gloo$(TFPAR_GLOO)
 BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
 
-.PHONY: help setup gloo wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
+.PHONY: help setup wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
   clean missing
 
 help:
@@ -51,7 +53,7 @@ help:
 setup: $(STAMP)
 
 # What native tests need, which `make --jobs` may run while packages are installed.
-$(TOOLS):
+$(TOOLS): pyproject.toml
 	@$(RUN) -c '$(FITS)' 2> /dev/null && $(RUN) -m pip --version > /dev/null 2>&1 && exit; \
 	  root() { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq; }; \
 	  python=$$(for each in $(PYTHONS); do $$each -c '$(FITS)' 2> /dev/null && echo $$each && break; done); \
@@ -78,8 +80,9 @@ GLOO = test "$(TFPAR_GLOO)" = 0 || test -e /usr/include/gloo/config.h || test -n
   test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq libgloo-dev; } || \
   echo "libgloo-dev could not be installed: the library is built without a transport of its own"
 
-gloo: $(TOOLS)
+$(GLOO_STAMP): | $(TOOLS)
 	@$(GLOO)
+	@touch $@
 
 # In place and incremental: only what changed is compiled.
 ifneq ($(BUILDS),$(BUILT))
@@ -88,7 +91,7 @@ endif
 ifneq ($(shell $(TENSORFLOW)),$(BUILT_FOR))
 $(STAMP): missing
 endif
-$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing) | gloo
+$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing) | $(GLOO_STAMP)
 	@env -u MAKEFLAGS $(RUN) setup.py --quiet build_ext --inplace
 	@printf '%s\n' 'TFPAR_GLOO ?= $(TFPAR_GLOO)' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
 	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)
@@ -109,24 +112,24 @@ proofs: setup
 	$(RUN) -m pytest -m proof
 
 # `ip` and `tc`, with which tests make hosts and cut their cables. Only root may; the tests of others leave those out.
-network-tools:
+network-tools: | $(GLOO_STAMP)  # one apt-get at a time
 	@command -v ip > /dev/null && command -v tc > /dev/null || test "$$(id -u)" != 0 || \
 	  ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; } || \
 	  echo "iproute2 could not be installed: tests that need a network of their own will be skipped"
 
 # Chromium, in which tests open TensorBoard. Only root can install it; the tests of others leave those out.
-browser:
+browser: | network-tools
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || \
 	  test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
 	  echo "chromium could not be installed: tests that open TensorBoard in a browser will be skipped"
 
 # The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
-native-test: $(TOOLS) gloo
+native-test: $(TOOLS) $(GLOO_STAMP)
 	$(MAKE) --no-print-directory -C tests/native test
 	$(MAKE) --no-print-directory -C tests/native/cuda emulate
 
-sanitize: $(TOOLS) gloo
+sanitize: $(TOOLS) $(GLOO_STAMP)
 	$(MAKE) --no-print-directory -C tests/native sanitize
 
 fuzz: $(TOOLS)
