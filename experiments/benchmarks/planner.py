@@ -23,6 +23,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "vit": {"model": "vit", "dataset": "synthetic:32x32x3", "global_batch_size": 32},
 }
-# The same layers with few weights and activations.
+# The same layers with few weights and activations, though enough of them to be divided as those of the others are.
 _NARROW: dict[str, dict[str, Any]] = {
-    "mlp": {"model_args": "widths=[16, 16, 16]", "dataset": "synthetic:4x4x1"},
-    "language_model": {"model_args": "width=16,heads=4", "sequence_length": 4},
-    "vit": {"model_args": "width=12,heads=3", "dataset": "synthetic:8x8x3"},
+    "mlp": {"model_args": "widths=[64, 64, 64]", "dataset": "synthetic:8x8x1"},
+    "language_model": {"model_args": "width=32,heads=4", "sequence_length": 4},
+    "vit": {"model_args": "width=36,heads=3", "dataset": "synthetic:8x8x3"},
 }
 _PLACES = ("1x2", "2x1", "2x1@1gbit", "4x1@1gbit")
 _LATENCY_S = 1e-4  # of a message between namespaces
@@ -118,6 +119,10 @@ def cluster(workers: int, link: str) -> Iterator[netns.Network | None]:
         yield network
 
 
+def _output(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
 def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, float]:
     """`measure` on a cluster of its own: the slowest and the largest of its workers."""
     child = [sys.executable, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
@@ -130,14 +135,12 @@ def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, floa
         else:
             launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", "--", *child[1:]]
             commands = [(launcher if workers > 1 else child, dict(os.environ))]
-        started = [
-            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for command, environ in commands
-        ]
-        outputs = [process.communicate()[0] for process in started]
-    found = [json.loads(line[line.index("{") :]) for line in "".join(outputs).splitlines() if '"seconds"' in line]
-    if any(process.returncode for process in started) or len(found) != workers:
-        raise SystemExit(f"{options} failed:\n{''.join(outputs)[-3000:]}")
+        with ThreadPoolExecutor(len(commands)) as threads:  # all are read at the same time
+            done = list(threads.map(lambda each: _output(*each), commands))
+    outputs = "".join(each.stdout for each in done)
+    found = [json.loads(line[line.index("{") :]) for line in outputs.splitlines() if '"seconds"' in line]
+    if any(each.returncode for each in done) or len(found) != workers:
+        raise SystemExit(f"{options} failed:\n{(outputs + ''.join(each.stderr for each in done))[-3000:]}")
     return {name: max(each[name] for each in found) for name in ("seconds", "memory")}
 
 

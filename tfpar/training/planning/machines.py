@@ -113,16 +113,17 @@ def machine_of(
     )
 
 
-def between_cpus(transport: str, link: Link | None = None) -> Link:
+def between_cpus(transport: str, given: Link | None = None) -> Link:
     """The link between CPUs of workers as a transport, `gloo` or `tensorflow`, can use it.
 
     Args:
       transport: The transport.
-      link: What it runs over; by default what is assumed between workers.
+      given: The link that it runs over; by default what is assumed between workers.
     """
-    link = link or Machine().between
+    link = given or Machine().between
     if transport == "gloo":
-        return Link(_GLOO_LATENCY_S, 1 / (1 / link.bandwidth + 1 / _GLOO_BANDWIDTH), chunk_bytes=gloo.CHUNK_BYTES)
+        latency = _GLOO_LATENCY_S + (given.latency if given else 0.0)
+        return Link(latency, 1 / (1 / link.bandwidth + 1 / _GLOO_BANDWIDTH), chunk_bytes=gloo.CHUNK_BYTES)
     return Link(link.latency + _GRPC_LATENCY_S, 1 / (1 / link.bandwidth + 1 / _GRPC_BANDWIDTH))
 
 
