@@ -30,7 +30,7 @@ class CompressedReducer(Reducer):
     Args:
       spec: The exchange.
       shapes: Static shapes of all tensors.
-      group: All workers.
+      group: The workers that exchange.
       device: Where the exchange runs.
       seed: Seed of stochastic rounding.
       sparse: Indices of the tensors whose rows are sent if that takes fewer bytes, see `sparse_rows`. Each has its own
@@ -331,7 +331,8 @@ class CompressedReducer(Reducer):
     def _choose(self, measured: Any = None) -> list[Spec]:
         """A spec for each bucket; measures, if nothing is measured."""
         algorithm = self._spec.algorithm
-        measured = measured or algorithm.measure(self._spec, self._group, self._device)
+        if measured is None:
+            measured = algorithm.measured(self._spec, self._group, self._device)
         elements = [sum(self._sizes[index] for index in indices) for indices in self._indices]
         result = algorithm.choose(self._spec, elements, self._group, measured)
         self._plan_table = result.table

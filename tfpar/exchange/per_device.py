@@ -306,10 +306,10 @@ def per_device_reducer(
     numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
     groups = [group_of_place(place, group, device) for place, device in numbered]
     measured = None
-    if group.size > 1 and spec.compresses:
+    if group.size > 1 and spec.algorithm.measure:
         # Once, by all workers at the same time: the parts of a replica must encode what they share alike.
         everyone = world_group(replica.parts * group.size, group.members[group.rank], running[0])
-        measured = spec.algorithm.measure(spec, everyone, running[0])
+        measured = spec.algorithm.measured(spec, everyone, running[0])
     reducers: list[DenseReducer | CompressedReducer] = []
     for own, device, chosen in zip(groups, devices, replica.indices, strict=True):
         own_shapes = [shapes[index] for index in chosen]

@@ -37,12 +37,16 @@ class Algorithm:
     options: type[Options]
     build: Callable[[Any, Sequence[tf.TensorShape], Group, int, str], Bucket]
     cost: Callable[[Any, int, int, Link, Speed], Cost]
-    measure: Callable[[Spec, Group, str], Any]
+    measure: Callable[[Spec, Group, str], Any] | None
     choose: Callable[[Spec, Sequence[int], Group, Any], TuningResult]
     candidates: Callable[[Mapping[str, Any], Group], Sequence[Options]]
     summary: str
     example: str
     fixed: Mapping[str, Any]
+
+    def measured(self, spec: Spec, group: Group, device: str) -> Any:
+        """What `choose` needs to know of the workers of a group, which call it together."""
+        return self.measure(spec, group, device) if self.measure else None
 
     def make_options(self, **values: Any) -> Any:
         """The options with these values, and with those that the name implies."""
@@ -133,10 +137,6 @@ class TuningResult:
     table: str = ""
 
 
-def _nothing(spec: Spec, group: Group, device: str) -> None:
-    """Measures nothing."""
-
-
 def _as_given(spec: Spec, elements: Sequence[int], group: Group, measured: Any) -> TuningResult:
     """The same spec for every bucket."""
     del group, measured
@@ -157,7 +157,7 @@ def register(
     build: Callable[[Any, Sequence[tf.TensorShape], Group, int, str], Bucket],
     *,
     cost: Callable[[Any, int, int, Link, Speed], Cost],
-    measure: Callable[[Spec, Group, str], Any] = _nothing,
+    measure: Callable[[Spec, Group, str], Any] | None = None,
     choose: Callable[[Spec, Sequence[int], Group, Any], TuningResult] = _as_given,
     candidates: Callable[[Mapping[str, Any], Group], Sequence[Options]] = _no_candidates,
     summary: str = "",
@@ -172,8 +172,8 @@ def register(
       build: `(options, shapes, group, seed, name) -> Bucket`: makes the bucket that sums tensors of these shapes over
         the group. `seed` is a distinct number for each bucket; `name` is a prefix for the names of its variables.
       cost: `(options, elements, workers, link, speed) -> Cost` of exchanging a vector, for two workers and more.
-      measure: `(spec, group, device)`: what `choose` needs to know of the workers, which call it together. The group
-        is of all workers, of which the one that exchanges may be a part.
+      measure: `(spec, group, device)`: what `choose` needs to know of the workers, which call it together; by default
+        nothing. The group is of all workers, of which the one that exchanges may be a part.
       choose: `(spec, elements of each bucket, group, measured) -> TuningResult`: decides how each bucket is exchanged;
         by default, by this algorithm. Depends on its arguments alone, so that workers decide the same.
       candidates: `(common options, group) -> list of options` with which `auto` considers the algorithm. By default

@@ -88,8 +88,8 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, tuning: _Tuning) -
       tuning: From `measure_codecs`.
     """
     measured, speeds, errors = tuning.measured, tuning.speeds, tuning.errors
-    candidates = _candidates(spec.options, group)
-    allowed = [one for one in candidates if errors.get(one.name, 0.0) <= spec.options.max_error]
+    known = [one for one in _candidates(spec.options, group) if one.name in errors or not one.options.codec]
+    allowed = [one for one in known if errors.get(one.name, 0.0) <= spec.options.max_error]
     predictions = []
     for count in elements:
         # While one bucket is on the link, the processors work on the others: each is a piece of the exchange.

@@ -73,7 +73,8 @@ def forecast(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device:
     sent = buckets_of(spec, shapes)
     if spec.compresses:
         encoded = [bucket for bucket in sent if bucket.spec is spec]
-        chosen = spec.algorithm.choose(spec, [bucket.elements for bucket in encoded], group, device).specs
+        tuning = spec.algorithm.measured(spec, group, device)
+        chosen = spec.algorithm.choose(spec, [bucket.elements for bucket in encoded], group, tuning).specs
         replaced = {bucket: dataclasses.replace(bucket, spec=one) for bucket, one in zip(encoded, chosen, strict=True)}
         sent = [replaced.get(bucket, bucket) for bucket in sent]
     codecs = list(dict.fromkeys(bucket.spec.options.codec for bucket in sent if bucket.spec.options.codec))

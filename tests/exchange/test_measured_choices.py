@@ -1,0 +1,64 @@
+"""Choices from measurements that all workers make together: of parts of a replica, and of a forecast."""
+
+from __future__ import annotations
+
+from tfpar.collectives.cost_model import Link, Speed
+from tfpar.collectives.tensorflow import new_group, world_group
+from tfpar.exchange import spec as specs
+from tfpar.exchange.per_device import per_device_reducer, places_of_part
+from tfpar.exchange.tuning import measure
+from tfpar.exchange.tuning.forecast import forecast
+from tfpar.exchange.tuning.measure import Measured
+
+import pytest
+import tensorflow as tf
+
+SHAPES = [tf.TensorShape([64, 64]), tf.TensorShape([64, 32]), tf.TensorShape([7])]
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[int, ...]]:
+    """Members of the groups that measure. They find a slow link."""
+    groups = []
+
+    def found(group, codecs, device):
+        groups.append(group.members)
+        return Measured(Link(1e-3, 12.5e6), [Speed(5e9, 5e9)] * len(codecs), [0.01] * len(codecs))
+
+    monkeypatch.setattr(measure, "measure", found)
+    return groups
+
+
+def test_parts_of_a_replica_measure_once_together_and_choose_alike(asked):
+    """Four workers, of which 0 and 1, 2 and 3 have a replica each; the second weight is divided."""
+    tables = []
+    for part, members in enumerate([(0, 2), (1, 3)]):
+        reducer = per_device_reducer(
+            specs.parse("auto:min_elements=64"),
+            SHAPES,
+            new_group(members, members[0]),
+            tf.distribute.OneDeviceStrategy("CPU:0"),
+            0,
+            places_of_part([1], len(SHAPES), 1, 2, part),
+        )
+        assert reducer.devices == 2
+        tables.append(reducer.plan_table)
+    assert asked == [(0, 1, 2, 3)] * 2
+    assert tables[0] == tables[1]
+    assert "bucket 0: 4,096 elements: " in tables[0]
+
+
+def test_a_codec_that_is_named_measures_nothing(asked):
+    replica = places_of_part([1], len(SHAPES), 1, 2, 0)
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    assert per_device_reducer(specs.parse("int8"), SHAPES, new_group((0, 2), 0), strategy, 0, replica).compresses
+    assert not asked
+
+
+def test_a_forecast_has_the_choices_of_auto(asked):
+    found = forecast(specs.parse("auto:min_elements=64"), SHAPES, world_group(4, 0), "CPU:0")
+    assert asked == [(0, 1, 2, 3)] * 2  # for the choice, and for the codecs that were chosen
+    chosen = [bucket.spec.name for bucket in found.sent if bucket.elements > 7]
+    assert chosen
+    assert "auto" not in chosen
+    assert found.cost(4).seconds > 0.0
