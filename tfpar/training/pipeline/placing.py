@@ -105,17 +105,17 @@ class PipelinePlacing(Placing):
         return places_in_turn(_places(model), [self._devices.of_replica(each) for each in range(programs)], divided)
 
     def _exchanged_by_worker(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
-        """The weights that this worker exchanges; a weight that several workers hold is exchanged separately, so that
-        all get the same result. Weights that are not divided are exchanged by the first program."""
+        """The weights that this worker exchanges; weights that several workers hold are exchanged separately, so
+        that all get the same result. Weights that are not divided are exchanged by the first program."""
         assert self._worker is not None
-        places: dict[tuple[int, int, bool], list[int]] = {}
+        places: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
         if not any(held.here for variable in variables if (held := held_by(variable))):
-            places[0, 0, False] = []  # the sidecar travels without weights, too
+            places[0, 0, ()] = []  # the sidecar travels without weights, too
         for program in range(self._devices.replicas):
             for index, variable in enumerate(variables):
                 held = held_by(variable)
                 if held and held.here and (program == 0 or split_of(variable)):
-                    place = program, place_of(variable) or 0, len(held.ranks) > 1
+                    place = program, place_of(variable) or 0, held.ranks
                     places.setdefault(place, []).append(index)
         names = [self._devices.of_replica(program)[place] for program, place, _ in places]
         programs = [program for program, _, _ in places]
