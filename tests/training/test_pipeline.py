@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import types
+
 import tfpar
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
+from tfpar.parallel import split
 from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_flight
-from tfpar.parallel.pipeline.devices import place_of
+from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import whole_elements
 from tfpar.training.pipeline.graph import steps_of
+from tfpar.training.pipeline.placing import PipelinePlacing
 from tfpar.training.pipeline.stage_program import stages_of
 
 import keras
@@ -218,3 +222,16 @@ def test_micro_batches_in_flight():
     assert [micro_batches_in_flight(stage, 4, 4, "eager_1f1b") for stage in range(4)] == [7, 5, 3, 1]
     assert [micro_batches_in_flight(stage, 4, 2, "eager_1f1b") for stage in range(4)] == [5, 4, 3, 2]
     assert micro_batches_in_flight(0, 4, 4, "gpipe") is None
+
+
+def test_weights_are_exchanged_together_with_those_of_the_same_holders():
+    """Else a worker that shares weights with two others would have a bucket that neither of them has."""
+    peers = types.SimpleNamespace(size=3, rank=0)
+    placing = PipelinePlacing.__new__(PipelinePlacing)
+    placing._worker, placing._devices = types.SimpleNamespace(peers=peers), PipelineDevices(["CPU:0"], 1, 1)
+    variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(5)]
+    for variable, ranks in zip(variables, [(0,), (0, 1), (0, 2), (0, 1), (1, 2)], strict=True):
+        vars(variable)[split._HELD] = split.Held((2,), ranks, peers)
+    exchanged = placing._exchanged_by_worker(variables)
+    assert list(exchanged.indices) == [[0], [1, 3], [2]]
+    assert (exchanged.parts, exchanged.part) == (3, 0)
