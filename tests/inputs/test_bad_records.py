@@ -81,10 +81,10 @@ def assert_named(source: Source, reasons: dict[int, str]) -> None:
 
 
 def assert_refused(source: Source, reasons: dict[int, str]) -> None:
-    """Checks that loading examples into memory fails, and that the error names the first bad one."""
+    """Checks that loading examples into memory fails, and that the error names one of the bad ones."""
     with pytest.raises(BadRecordError) as caught:
         source.load()
-    assert any(f"train example {index} in" in str(caught.value) for index in reasons)
+    assert any(re.search(reason, str(caught.value)) for reason in reasons.values())
     assert str(caught.value).endswith("or train without them: --on_bad_record=skip.")
     assert str(caught.value).isprintable()
 
