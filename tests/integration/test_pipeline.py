@@ -73,10 +73,12 @@ def test_weights_of_both_stages_masks_and_shortcuts_cross_workers(tmp_path):
     mesh = {"mesh": "data:1,pipeline:2", "steps": 6, "transport": "tensorflow"}
     tied = {"model": "language_model", "accumulate_steps": 2}
     recurrent = {"model": "recurrent", "accumulate_steps": 1}
-    first, second = on_workers(
-        2, tmp_path / "out", {**mesh, **tied, "pipeline_schedule": "gpipe"}, {**mesh, **recurrent}
+    compiled = {**tied, "jit_compile": "auto", "optimizer": "adamw", "steps": 30}  # each worker a program of its own
+    first, second, third = on_workers(
+        2, tmp_path / "out", {**mesh, **tied, "pipeline_schedule": "gpipe"}, {**mesh, **recurrent}, {**mesh, **compiled}
     )
     assert_close(first, alone(**tied, steps=6)[0])
+    assert all(any(name.startswith("own ") for name in found) for found in (first, third))
     assert_close(second, alone(**recurrent, steps=6)[0])
 
 

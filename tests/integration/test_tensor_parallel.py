@@ -31,6 +31,8 @@ def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list
         for other in others:
             assert other.pop("sent") >= 0  # stages differ in it
             for name, value in other.items():
+                if name.startswith("own ") and name not in first:
+                    continue  # of a weight that the first worker does not have
                 np.testing.assert_array_equal(first[name], value, err_msg=name)
         found.append(first)
     return found
@@ -53,7 +55,7 @@ def test_two_workers_of_two_devices(tmp_path):
     dense, language_model, encoded = on_workers(
         2,
         tmp_path / "out",
-        {**MESH, "accumulate_steps": 2},
+        {**MESH, "accumulate_steps": 2, "jit_compile": "auto"},  # XLA compiles the optimizer step alone
         {**MESH, "model": "language_model", "steps": 6},
         {**MESH, "exchange": "int4:min_elements=64", "workdir": str(tmp_path / "run")},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfpar.parallel.compilation import CompilationPlan, compilation_plan
+from tfpar.parallel.planner.memory import UPDATE_GROUP_BYTES
 
 import pytest
 
@@ -17,7 +18,6 @@ NAMES = (
     "strategy_compiles",
     "compiles_gradients",
     "compiles_update",
-    "updates_in_place",
     "prefetches_in_loop",
 )
 NOTHING = ("prefetches_in_loop",)
@@ -40,9 +40,9 @@ HALVES = ("compiles_gradients", "compiles_update")
         (2, TWO_GPUS, False, True, HALVES),
         # multi_worker
         (2, ONE_CPU, False, False, NOTHING),
-        (2, ONE_CPU, False, True, (*HALVES, "updates_in_place", "prefetches_in_loop")),
+        (2, ONE_CPU, False, True, (*HALVES, "prefetches_in_loop")),
         (4, TWO_CPUS, False, True, (*HALVES, "prefetches_in_loop")),
-        (2, ONE_GPU, False, True, (*HALVES, "updates_in_place", "prefetches_in_loop")),
+        (2, ONE_GPU, False, True, (*HALVES, "prefetches_in_loop")),
         (4, TWO_GPUS, False, True, HALVES),
         # tpu
         (2, TWO_TPUS, True, False, ("single_xla_program", "strategy_compiles")),
@@ -53,3 +53,16 @@ HALVES = ("compiles_gradients", "compiles_update")
 def test_the_plan_of_every_strategy(replicas, devices, on_tpu, jit_compile, expected):
     plan = compilation_plan(replicas=replicas, local_devices=devices, on_tpu=on_tpu, jit_compile=jit_compile)
     assert plan == CompilationPlan(**{name: name in expected for name in NAMES})
+
+
+def test_the_update_alone_can_be_a_program():
+    of = {"local_devices": ONE_CPU, "on_tpu": False}
+    plan = compilation_plan(replicas=2, jit_compile=False, compiles_update=True, **of)
+    assert plan == CompilationPlan(**{name: name in ("compiles_update", "prefetches_in_loop") for name in NAMES})
+    assert compilation_plan(replicas=1, jit_compile=True, compiles_update=True, **of).single_xla_program
+
+
+def test_groups_of_weights_have_the_size_that_the_planner_assumes():
+    of = {"replicas": 2, "local_devices": ONE_CPU, "on_tpu": False}
+    assert compilation_plan(jit_compile=False, **of).update_group_bytes == UPDATE_GROUP_BYTES
+    assert compilation_plan(jit_compile=True, **of).update_group_bytes == 0

@@ -242,9 +242,10 @@ class TrainerOptions(TypedDict, total=False):
     of each example first."""
 
     jit_compile: Literal["auto", "true", "false"] | bool
-    """Compile the forward and backward pass with XLA. 'auto' does, except for models that synchronise batch statistics
-    between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a compressed exchange
-    overlaps the backward pass, which helps on slow links."""
+    """Compile the forward and backward pass and the optimizer step with XLA. 'auto' does, except for convolutional
+    models on CPUs, where XLA is slower; where it cannot compile the passes, such as on a model axis or with
+    synchronised batch statistics, only the optimizer step. Passes without XLA overlap with the exchange, which helps on
+    slow links."""
 
     jit_segments: int | Literal["auto"]
     """XLA programs that the forward pass is cut into at the borders of layers, and the backward pass as well. With

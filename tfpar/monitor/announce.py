@@ -62,7 +62,8 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
         return
     exchange_text = f"{_rounds_text(info)}exchange {info.exchange.describe()}: "
     exchange_text += _bytes_text(traffic) if info.topology.replicas > 1 else "one replica, nothing travels"
-    step_text = f"step: {info.config.precision.precision}, XLA {'on' if info.jit_compile else 'off'}"
+    alone = "in the optimizer step alone" if info.compiles_update else "off"
+    step_text = f"step: {info.config.precision.precision}, XLA {'on' if info.jit_compile else alone}"
     if info.xla_disabled_reason:
         step_text += f" ({info.xla_disabled_reason})"
     kept = "" if info.config.checkpoint.workdir else ("no --workdir: nothing of this run will be kept")

@@ -41,6 +41,7 @@ class RunInfo:
       model: The model.
       model_summary: Its size and cost, or None where they are not known before it runs.
       jit_compile: Whether XLA compiles the step.
+      compiles_update: Whether XLA compiles the optimizer's update.
       xla_disabled_reason: Why `--jit_compile=auto` left XLA out; empty where it did not.
       exchange: The gradient exchange.
       pipeline: The training batches.
@@ -60,6 +61,7 @@ class RunInfo:
     model: keras.Model
     model_summary: models.ModelSummary | None
     jit_compile: bool
+    compiles_update: bool
     xla_disabled_reason: str
     exchange: Exchange
     pipeline: inputs.AnyPipeline

@@ -18,8 +18,8 @@ class CompilationPlan:
         collectives of TensorFlow's runtime, so it is for a single replica, and for TPUs.
       strategy_compiles: The strategy compiles the functions that it runs (TPUStrategy); nothing is compiled here.
       compiles_gradients: An XLA program computes loss, gradients and their sum over micro-batches.
-      compiles_update: An XLA program computes new weights, optimizer state and model state, from tensors.
-      updates_in_place: That program also changes the variables, which saves copies. For a process with one replica.
+      compiles_update: An XLA program computes new weights, optimizer state and model state, and changes the variables
+        in place.
       prefetches_in_loop: The loop fetches the batch of the next step while a step runs, not between steps.
     """
 
@@ -27,7 +27,6 @@ class CompilationPlan:
     strategy_compiles: bool
     compiles_gradients: bool
     compiles_update: bool
-    updates_in_place: bool
     prefetches_in_loop: bool
 
     @property
@@ -37,7 +36,13 @@ class CompilationPlan:
 
 
 def compilation_plan(
-    *, replicas: int, local_devices: Sequence[str], on_tpu: bool, jit_compile: bool, waits_for_host: bool = False
+    *,
+    replicas: int,
+    local_devices: Sequence[str],
+    on_tpu: bool,
+    jit_compile: bool,
+    compiles_update: bool = False,
+    waits_for_host: bool = False,
 ) -> CompilationPlan:
     """Returns the plan for a strategy.
 
@@ -46,24 +51,21 @@ def compilation_plan(
       local_devices: Names of the devices on which this process runs replicas, one per replica.
       on_tpu: Whether the strategy is a TPUStrategy.
       jit_compile: Whether forward, backward and update are to be compiled with XLA.
+      compiles_update: Whether the update is to be compiled even if forward and backward are not.
       waits_for_host: Whether a step waits for data from the host, which no XLA program can do.
     """
     single_program = on_tpu or (jit_compile and replicas == 1 and not waits_for_host)
-    # XLA programs cannot contain an exchange, so a step with one is two programs around the exchange. They take
-    # tensors, so that all replicas of a process share one compilation; where a process has one replica, the second
-    # program changes the variables itself.
+    # XLA programs cannot contain an exchange, so a step with one is two programs around the exchange.
     two_programs = jit_compile and not single_program
-    single_device = len(local_devices) == 1
     # Iterations of a loop do not overlap in TensorFlow 2.21: none starts before the stateful operations of the previous
     # one are done, hence the prefetching. The values that a loop carries are on one device, so batches for several GPUs
     # would be copied to the first of them: hence no prefetching there.
-    prefetches = not on_tpu and (single_device or all("CPU" in device for device in local_devices))
+    prefetches = not on_tpu and (len(local_devices) == 1 or all("CPU" in device for device in local_devices))
     return CompilationPlan(
         single_xla_program=single_program,
         strategy_compiles=on_tpu,
         compiles_gradients=two_programs,
-        compiles_update=two_programs,
-        updates_in_place=two_programs and single_device,
+        compiles_update=two_programs or (compiles_update and not single_program),
         prefetches_in_loop=prefetches,
     )
 

@@ -23,6 +23,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
 from tfpar.process.memory import return_freed_memory
 from tfpar.training.core import Core
+from tfpar.training.elements import elements_on_devices
 from tfpar.training.local_steps.building import build_rounds
 from tfpar.training.local_steps.step import LocalStep
 from tfpar.training.model.adapting import adapt_model
@@ -179,6 +180,14 @@ class Program:
         """Whether the step of a replica is one or two XLA programs; false if the replica spans several devices."""
         return self.jit_compile and not self.placing.several
 
+    @property
+    def compiles_update(self) -> bool:
+        """Whether the optimizer's update is an XLA program. No obstacle concerns the update, which is elementwise and
+        communicates nothing; in convolutional models on CPUs, it takes too little time to be compiled separately."""
+        choice, obstacle = self.config.train.jit_compile, self._xla_obstacle()
+        only_passes = choice == "auto" and obstacle != "" and self.xla_disabled_reason == obstacle
+        return self.placing.updates_on_one_device and (self.jit_compile or only_passes)
+
     @functools.cached_property
     def xla_disabled_reason(self) -> str:
         """Why `--jit_compile=auto` does not use XLA for this model and topology; empty if it does."""
@@ -231,25 +240,9 @@ class Program:
     def distribute(self, pipeline: inputs.AnyPipeline, start: int = 0, *, padded: bool = False) -> Any:
         """The pipeline's elements on this worker's devices, one per replica, from step `start` on; all `padded`, or
         without padding where the model reads whole batches."""
-        topology, shorten = self.topology, functools.partial(self.batch_readers.shorten, pipeline, padded=padded)
-        if topology.local_replicas == 1 and (topology.device_type == "CPU" or self.placing.several):
-            # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
-            return shorten(pipeline.dataset(topology.data_worker, 1, start))
-        if isinstance(pipeline, inputs.StreamPipeline) and topology.device_type != "TPU":
-            # One iterator on the host, whose position tf.data can save: one that prefetches to several devices has none
-            # (TensorFlow 2.21, `OwnedMultiDeviceIterator`). `replica.next_batch` hands its rows out.
-            return pipeline.dataset(topology.data_worker, topology.local_replicas, stacked=True)
-
-        if self.placing.several:
-            local = topology.local_replicas
-            return pipeline.dataset(topology.data_worker, local, start).batch(local, drop_remainder=True)
-
-        def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            replicas = topology.replicas // topology.input_pipelines
-            return shorten(pipeline.dataset(context.input_pipeline_id, replicas, start))
-
-        options = tf.distribute.InputOptions(experimental_fetch_to_device=topology.device_type != "CPU")
-        return self.strategy.distribute_datasets_from_function(dataset, options)
+        shorten = functools.partial(self.batch_readers.shorten, pipeline, padded=padded)
+        several = self.placing.several
+        return elements_on_devices(pipeline, self.topology, self.strategy, shorten, start, several=several)
 
     def iterate(self, pipeline: inputs.AnyPipeline, start: int) -> Any:
         """An iterator over a pipeline's elements for training, from step `start`, or from the saved position of a
@@ -284,6 +277,7 @@ class Program:
                 schedule=schedule,
                 seed=self.config.train.seed,
                 jit_compile=self.compiles_whole,
+                compiles_update=self.compiles_update,
                 clip_norm=self.config.optimizer.clip_norm,
                 scale_loss=precision.uses_loss_scale(self.config.precision.precision),
                 growth_steps=precision.growth_steps(self.config.precision),

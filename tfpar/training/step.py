@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import run_unordered
@@ -31,6 +31,7 @@ from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import LocalSums, Tensors
+from tfpar.training.reduced import Reduced, ReducedGradients, should_apply
 from tfpar.training.seeds import step_seed
 from tfpar.training.sidecar import Sidecar
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
@@ -100,7 +101,7 @@ class TrainStep:
         factor, norm = self._factor_and_norm(vector, norm)
 
         # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
-        reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
+        reduced = ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
         done = tf.cond(should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         return Reduced(vector, norm, exchanged, done)
 
@@ -114,6 +115,7 @@ class TrainStep:
         schedule: Callable[[tf.Tensor], tf.Tensor] | None,
         seed: int,
         jit_compile: bool,
+        compiles_update: bool = False,
         clip_norm: float = 0.0,
         scale_loss: bool = False,
         growth_steps: int = 2000,
@@ -129,6 +131,7 @@ class TrainStep:
           schedule: Learning rate at a step (int64 scalar tensor -> float32 scalar), or None for the optimizer's own.
           seed: Seed of dropout and augmentation.
           jit_compile: Compile forward, backward and update with XLA.
+          compiles_update: Compile the update even if forward and backward are not compiled.
           clip_norm: Global L2 norm that the reduced mean gradient is clipped to; 0 for none.
           scale_loss: Whether the loss scale is in use (mixed_float16).
           growth_steps: Finite steps after which the loss scale doubles.
@@ -139,9 +142,10 @@ class TrainStep:
         self.sidecar = Sidecar.of_core(core, self.replicas)
         self.plan = compilation_plan(
             replicas=self.replicas,
-            local_devices=strategy.extended.worker_devices,
+            local_devices=self._local_devices(),
             on_tpu=isinstance(strategy, tf.distribute.TPUStrategy),
             jit_compile=jit_compile,
+            compiles_update=compiles_update,
             waits_for_host=self.waits_for_host,
         )
         self._schedule = schedule
@@ -160,8 +164,9 @@ class TrainStep:
         plan = self.plan
         self._contribute = compiled(self._contribution, plan.compiles_gradients)
         self._denominators = compiled(self.core.denominators, plan.compiles_gradients)
-        self._new_values = compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
-        self._apply = compiled(self._apply_update, plan.updates_in_place)
+        # A program for each replica, because it refers to the replica's own variables, which it changes in place: new
+        # values as outputs would need as much memory as weights and optimizer state.
+        self._updates = [compiled(self._apply_update, plan.compiles_update) for _ in self._local_devices()]
         self._whole_step = compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
         squared = norms.squared_in_xla if plan.single_xla_program else None
         self._norm: Callable[[Tensors], tf.Tensor] = functools.partial(norms.l2_norm, squared=squared)
@@ -320,19 +325,28 @@ class TrainStep:
             return self._norm(gradients)
         return tf.cond(is_last, lambda: self._norm(gradients), lambda: tf.zeros([]))
 
-    def _apply_update(self, reduced: _ReducedGradients) -> tf.Tensor:
+    def _local_devices(self) -> tuple[str, ...]:
+        devices: tuple[str, ...] = self.strategy.extended.worker_devices
+        return devices
+
+    def _apply(self, reduced: ReducedGradients) -> tf.Tensor:
+        """`_apply_update`, compiled as planned."""
+        programs = self._updates
+        return programs[replica.static_replica_id() % len(programs) if len(programs) > 1 else 0](reduced)
+
+    def _apply_update(self, reduced: ReducedGradients) -> tf.Tensor:
         """Updates this replica's variables; returns the factor when that is done."""
         model = self.core.model
         groups = [model.trainable_variables, self.optimizer.variables, self._state]
         params, optimizer, state = (replica.own(variables) for variables in groups)
         weights, slots = ([copy.read_value() for copy in copies] for copies in (params, optimizer))
-        new = self._new_values(weights, slots, reduced)
+        new = self._updated(weights, slots, reduced)
         stored = replica.assign([*params, *optimizer, *state], [value for group in new for value in group])
         with tf.control_dependencies(stored):
             return tf.identity(reduced.factor)
 
     def _updated(
-        self, params: Tensors, optimizer: Tensors, reduced: _ReducedGradients
+        self, params: Tensors, optimizer: Tensors, reduced: ReducedGradients
     ) -> tuple[Tensors, Tensors, Tensors]:
         """New weights, optimizer state and model state."""
         gradients = list(reduced.gradients)
@@ -354,46 +368,3 @@ class TrainStep:
         """Those values of the model's non-trainable variables that are stored."""
         every = zip(self.core.model.non_trainable_variables, state, strict=True)
         return [value for variable, value in every if not is_seed_state(variable)]
-
-
-class Reduced(NamedTuple):
-    """The results of parts 3 to 5 of a step.
-
-    Attributes:
-      vector: The summed sidecar.
-      norm: L2 norm of the mean gradient before clipping; zero if it was not requested.
-      exchanged: Host time at which the exchange was over.
-      done: A tensor that exists when the weights have their new values.
-    """
-
-    vector: tf.Tensor
-    norm: tf.Tensor
-    exchanged: tf.Tensor
-    done: tf.Tensor
-
-
-class _ReducedGradients(NamedTuple):
-    """The inputs of a replica's update; all but `state` are the same on every replica.
-
-    Attributes:
-      gradients: Gradient sums over all replicas.
-      vector: The summed sidecar.
-      state: The model state that this replica has computed, and the values of overwritten variables.
-      assigned: Weights that the forward pass assigned, by index; the update starts from them.
-      factor: Turns the gradient sums into the gradient to apply: their mean, clipped.
-      step: Int64 scalar: number of the step.
-      lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
-    """
-
-    gradients: Tensors
-    vector: tf.Tensor
-    state: Tensors
-    assigned: dict[int, tf.Tensor]
-    factor: tf.Tensor
-    step: tf.Tensor
-    lr_multiplier: tf.Tensor
-
-
-def should_apply(vector: tf.Tensor) -> tf.Tensor:
-    """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
-    return tf.equal(vector[sidecar.NON_FINITE], 0.0) & (vector[sidecar.COUNT] > 0.0)

@@ -4,8 +4,8 @@ tests/integration/test_tensor_parallel.py.
 python -m tests.integration.scripts.divided OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, with the name of a model of `MODELS`, each of which is trained in
-turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, the bytes sent per step, and with `predicts` the
-predictions for the first examples.
+turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, the bytes sent per step, with `predicts` the
+predictions for the first examples, and this worker's own copies of weights that other workers of its pipeline have too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfpar import models
 from tfpar.config import StrategyConfig
 from tfpar.models import TaskSpec
 from tfpar.parallel import strategies
-from tfpar.parallel.split import whole
+from tfpar.parallel.split import held_by, whole
 from tfpar.parallel.topology import choose_topology
 
 import keras
@@ -268,6 +268,12 @@ def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
     return {variable.path: whole(variable) for variable in trainer.model.variables}
 
 
+def own_copies(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
+    """Copies of weights that several workers of a pipeline hold, which `weights_of` takes from one of them."""
+    held = [(variable, held_by(variable)) for variable in trainer.model.trainable_variables]
+    return {f"own {each.path}": each.numpy() for each, by in held if by and by.here and len(by.ranks) > 1}
+
+
 def main(output: str, cases: str) -> None:
     worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
     runtime = None
@@ -280,7 +286,8 @@ def main(output: str, cases: str) -> None:
         facts = {"params_sha256": results["params_sha256"], "sent": results["exchange"]["wire_bytes_per_step"]}
         if predicts:
             facts["predictions"] = trainer.predict(first_of(data(model)[0], PREDICTED))
-        np.savez(os.path.join(output, f"{number}-{worker}.npz"), **facts, **weights_of(trainer))
+        arrays = {**facts, **own_copies(trainer), **weights_of(trainer)}
+        np.savez(os.path.join(output, f"{number}-{worker}.npz"), **arrays)
 
 
 if __name__ == "__main__":

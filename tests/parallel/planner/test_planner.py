@@ -187,6 +187,39 @@ def test_memory_by_hand(wanted, part):
     assert {name: memory[name] for name in part} == {name: size * MB for name, size in part.items()}
 
 
+# A weight of `stack` has 4 MB; a group of 16 MiB of weights has new values, new state (twice), 3 intermediate results.
+GROUP = 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("wanted", "compiled", "update"),
+    [
+        (plan(), True, 32 * MB),  # the weights before the step
+        (plan(model=2), True, 16 * MB),
+        (plan(data=2, shard="optimizer"), True, 32 * MB),  # the new weights
+        (plan(data=2, shard="weights"), True, 16 * MB),
+        (plan(), False, 32 * MB + 6 * GROUP),
+        (plan(pipeline=2), True, 16 * MB + 6 * 16 * MB),  # an XLA program cannot change variables of two devices
+    ],
+)
+def test_the_update_needs_more_than_weights_and_state(wanted, compiled, update):
+    memory = predict_plan(question(on(wanted.mesh.devices), compiled=compiled), wanted).memory
+    assert memory.update == update
+    few = predict_plan(
+        question(on(wanted.mesh.devices), compiled=compiled, model=stack(weight=500 * MB)), wanted
+    ).memory
+    assert memory.size == memory.lasting + memory.gradients + memory.activations
+    assert few.size == few.lasting + few.gradients + few.update
+    assert "update" in few.parts
+    assert "activations" not in few.parts
+
+
+def test_sharded_weights_are_whole_where_they_are_used():
+    two = on(2, fused=1.0)
+    both = [predict_plan(question(two), plan(data=2, shard=shard)).memory.activations for shard in ("none", "weights")]
+    assert both[1] - both[0] == 2 * 4 * MB
+
+
 def test_one_block_alone_gains_nothing_from_being_computed_again():
     both = [
         predict_plan(question(model=stack(1)), plan(recompute=each)).memory.activations for each in ("none", "blocks")

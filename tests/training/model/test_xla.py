@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import tfpar
 from tfpar.config import ConfigError
 
@@ -93,3 +95,56 @@ def test_strings_for_a_model_of_numbers_are_refused_by_every_method():
         trainer.evaluate(np.zeros([32, 2], np.float32), LABELS)
     with pytest.raises(ConfigError, match=r"cannot be called on examples of float32\[2\]"):
         trainer.predict(np.zeros([32, 2], np.float32))
+
+
+def addresses(variables) -> list[int]:
+    """Where the values of the copies of variables lie in memory."""
+    copies = [copy for variable in variables for copy in getattr(variable.value, "values", [variable.value])]
+    return [np.asarray(memoryview(copy.read_value())).__array_interface__["data"][0] for copy in copies]
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("options", "compiled", "said"),
+    [
+        ({"strategy": "mirrored", "jit_compile": True}, True, "XLA on"),
+        pytest.param(
+            {"strategy": "mirrored", "shard": "optimizer", "jit_compile": True}, True, "XLA on", marks=pytest.mark.proof
+        ),
+        ({"mesh": "data:2,model:2", "devices": 4}, False, "XLA in the optimizer step alone (the devices"),
+        pytest.param({"mesh": "pipeline:2"}, True, "XLA on", marks=pytest.mark.proof),
+    ],
+)
+def test_a_program_updates_the_variables_of_each_device_in_place(options, compiled, said, messages):
+    """New values in other memory would cost as much as weights and state. A pipeline in one process updates op by
+    op."""
+
+    def wide() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(64, activation="relu"), keras.layers.Dense(64), keras.layers.Dense(4)]
+        return keras.Sequential([keras.Input((1,)), *layers])
+
+    def trained(**options):
+        trainer = tfpar.Trainer(
+            *(wide, keras.optimizers.AdamW(0.01)),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            **{"global_batch_size": 32, "verbose": 1, "steps_per_loop": 3, "devices": 2, **options},
+        )
+        trainer.fit(x, LABELS, steps=3)
+        return trainer
+
+    x = np.linspace(-1.0, 1.0, 32, dtype=np.float32)[:, None]
+    trainer = trained(**options)
+    assert trainer.jit_compile == compiled
+    assert any(said in line for line in messages)
+    owners = trainer.program.share.replicas if trainer.program.share else [trainer.program]
+    state = [variable for owner in owners for variable in owner.optimizer.variables if math.prod(variable.shape) >= 64]
+    before = addresses(state)
+    trainer.fit(x, LABELS, steps=6)
+    assert len(state) >= 4
+    assert (addresses(state) == before) == ("pipeline:2" not in options.values())
+    alone = trained(strategy="one_device", devices=1, jit_compile=False)
+    alone.fit(x, LABELS, steps=6)
+    for one, other in zip(trainer.model.weights, alone.model.weights, strict=True):
+        whole = trainer.program.first_copies([one])[0]
+        np.testing.assert_allclose(whole, other.numpy(), rtol=1e-4, atol=1e-5)

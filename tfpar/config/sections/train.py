@@ -59,9 +59,10 @@ class TrainConfig(ConfigBase):
     )
     jit_compile: str = option(
         "auto",
-        "Compile the forward and backward pass with XLA. 'auto' does, except for models that synchronise batch "
-        "statistics between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a "
-        "compressed exchange overlaps the backward pass, which helps on slow links.",
+        "Compile the forward and backward pass and the optimizer step with XLA. 'auto' does, except for convolutional "
+        "models on CPUs, where XLA is slower; where it cannot compile the passes, such as on a model axis or with "
+        "synchronised batch statistics, only the optimizer step. Passes without XLA overlap with the exchange, which "
+        "helps on slow links.",
         choices=("auto", "true", "false"),
         may_change_on_resume=True,
     )

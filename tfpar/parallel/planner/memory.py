@@ -3,7 +3,10 @@
 A device holds its weights; their gradients, twice if the gradients of micro-batches are added up; the optimizer state
 (an owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
 arXiv:1910.02054); and the residuals of a lossy exchange. The backward pass reads activations: those of a micro-batch,
-times the number of micro-batches in flight on a stage of a pipeline.
+times the number of micro-batches in flight on a stage of a pipeline. The optimizer's update needs no activations, but
+the weights before the last step of a call, from which the norm of the change is reported, or all new weights if they
+come from the owners of shards. As an XLA program it changes variables in place; op by op it has new values and
+intermediate results of a group of weights.
 
 XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps. Passes
 without XLA keep all.
@@ -18,6 +21,8 @@ from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
+UPDATE_GROUP_BYTES = 16 << 20  # that of `CompilationPlan`, which needs TensorFlow
+_INTERMEDIATE = 3  # tensors of the size of the weights, beside their new values and those of the state: AdamW
 _OWN_STATE = ("optimizer", "gradients", "weights")  # values of --shard with which replicas divide the optimizer state
 
 
@@ -50,7 +55,11 @@ def memory_of(
         lasting = _of_weights(replica.weights[device], plan, state_per_weight, workers if remembers else 1)
         kept = _activations(replica, device, plan, examples, schedule)
         fused = machine.fused if compiled and plan.mesh.model == 1 else 1.0
-        found.append(Memory(**lasting, activations=int(kept * fused)))
+        activations = int(kept * fused) + _gathered(replica, device, plan)
+        # Only a program on a single device is compiled, see `Placing.updates_on_one_device`.
+        in_place = compiled and (replica.devices == 1 or replica.here == 1)
+        update = _update(replica.weights[device], plan, 0 if in_place else state_per_weight // 4 + 1 + _INTERMEDIATE)
+        found.append(Memory(**lasting, activations=activations, update=update))
     return max(found, key=lambda memory: memory.size)
 
 
@@ -73,6 +82,28 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, wo
         "state": state,
         "residuals": trained + trained // workers if workers > 1 else 0,
     }
+
+
+def _gathered(replica: Replica, device: int, plan: Plan) -> int:
+    """Returns the bytes of the largest layer's whole weights, and of their gradients, under `--shard=weights`."""
+    if plan.shard != "weights":
+        return 0
+    return 2 * max(stage.largest_weights for stage in replica.of_device(device))
+
+
+def _update(weights: Sequence[Weight], plan: Plan, copies: int) -> int:
+    """Returns the bytes that the update of a device's weights needs.
+
+    Args:
+      weights: The weights.
+      plan: The plan.
+      copies: Tensors of the size of a group of weights that exist at once; 0 if an XLA program updates in place.
+    """
+    sizes = [weight.size for weight in weights if weight.trainable]
+    updated = sum(sizes) // (plan.mesh.data if plan.shard in _OWN_STATE else 1)
+    group = min(updated, max(UPDATE_GROUP_BYTES, max(sizes, default=0)))
+    kept = updated if plan.shard == "weights" else sum(sizes)
+    return kept + copies * group
 
 
 def _activations(replica: Replica, device: int, plan: Plan, examples: int, schedule: str) -> float:

@@ -84,7 +84,8 @@ class Memory:
       gradients: Gradients, including the sums over micro-batches.
       state: The optimizer's state, and the owner's exact copy of the weights in its shard.
       residuals: Residuals of a lossy exchange.
-      activations: Activations that the backward pass reads.
+      activations: Activations that the backward pass reads, and whole weights that it gathers.
+      update: What the optimizer's update needs in addition, when there are no activations any more.
     """
 
     weights: int
@@ -92,6 +93,7 @@ class Memory:
     state: int = 0
     residuals: int = 0
     activations: int = 0
+    update: int = 0
 
     @property
     def lasting(self) -> int:
@@ -100,8 +102,14 @@ class Memory:
 
     @property
     def size(self) -> int:
-        """Peak memory: the lasting bytes, and the most that a pass needs at once."""
-        return self.lasting + self.gradients + self.activations
+        """Peak memory: the lasting bytes, and the most that a pass or the update needs at once."""
+        return self.lasting + self.gradients + max(self.activations, self.update)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of `size` by name."""
+        idle = "update" if self.activations >= self.update else "activations"
+        return {name: size for name, size in dataclasses.asdict(self).items() if name != idle}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -249,7 +249,7 @@ def _changes(given: dict[str, object], plan: Plan) -> dict[str, object]:
 
 def composition(prediction: Prediction) -> str:
     """Describes the parts of a device's memory, the largest first."""
-    parts = sorted(dataclasses.asdict(prediction.memory).items(), key=lambda part: -part[1])
+    parts = sorted(prediction.memory.parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{format_size(size)} {name}" for name, size in parts if size)
 
 

@@ -15,7 +15,7 @@ from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Consecutive layers; all numbers are per example.
+    """Consecutive layers; numbers are per example if nothing else is said.
 
     Attributes:
       flops: FLOPs of a forward pass.
@@ -23,6 +23,7 @@ class Stage:
       kept: Bytes of activations.
       kept_recomputed: The same with `--recompute=blocks`.
       largest: Bytes of the activations of the largest layer that is computed again.
+      largest_weights: Bytes of the trainable weights of the layer with the most; not per example.
       sums: Bytes of each call along the model axis.
       received: Bytes that cross the cut before the stage.
     """
@@ -32,6 +33,7 @@ class Stage:
     kept: float
     kept_recomputed: float
     largest: float
+    largest_weights: int
     sums: tuple[float, ...]
     received: float
 
@@ -127,6 +129,7 @@ def _stage(layers: Sequence[LayerCost], received: float) -> Stage:
         kept=sum(layer.kept for layer in layers),
         kept_recomputed=sum(layer.kept_recomputed if layer.recomputed else layer.kept for layer in layers),
         largest=max((layer.kept for layer in again), default=0.0),
+        largest_weights=max(sum(weight.size for weight in layer.weights if weight.trainable) for layer in layers),
         sums=tuple(size for layer in layers for size in layer.sums),
         received=received,
     )

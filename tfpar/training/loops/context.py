@@ -160,6 +160,7 @@ def _info(
         model=program.model,
         model_summary=program.model_summary,
         jit_compile=program.jit_compile,
+        compiles_update=program.compiles_update,
         xla_disabled_reason=program.xla_disabled_reason if auto_without_xla else "",
         exchange=program.exchange,
         pipeline=pipeline,

@@ -30,7 +30,7 @@ class OffloadedStep(TrainStep):
 
     def _make_programs(self) -> None:
         super()._make_programs()
-        self._apply = self._apply_update  # it reads variables of another device, which an XLA program cannot do
+        self._updates = [self._apply_update]  # it reads variables of another device, which an XLA program cannot do
         blocks, self._common = blocks_of(self.optimizer, BLOCK_BYTES)
         compiles = self.plan.compiles_update
         self._blocks = [(block, compiled(functools.partial(self._updated_block, block), compiles)) for block in blocks]

@@ -132,6 +132,11 @@ class PipelinePlacing(Placing):
         return COLLECTIVES_WITHIN if self._axis else ""
 
     @property
+    def updates_on_one_device(self) -> bool:
+        """See `Placing`."""
+        return self._devices.places == 1
+
+    @property
     def _stages(self) -> Pipeline:
         assert self._pipeline is not None
         return self._pipeline

@@ -141,8 +141,13 @@ class Placing:
 
     @property
     def xla_obstacle(self) -> str:
-        """Why XLA cannot compile anything; empty if it can."""
+        """Why XLA cannot compile the passes; empty if it can."""
         return ""
+
+    @property
+    def updates_on_one_device(self) -> bool:
+        """Whether all variables of a replica, or of its part in this process, are on one device."""
+        return True
 
 
 def build_on_host(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,10 @@ from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compiled
 from tfpar.training.objective import LocalSums, Tensors
+from tfpar.training.reduced import Reduced, should_apply
 from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
-from tfpar.training.step import Reduced, TrainStep, should_apply
+from tfpar.training.step import TrainStep
 
-import keras
 import tensorflow as tf
 
 
@@ -33,8 +34,8 @@ class ShardedStep(TrainStep):
 
     def _make_programs(self) -> None:
         super()._make_programs()
-        self._updates = {
-            id(owner): compiled(functools.partial(self._updated_share, owner.optimizer), self.plan.compiles_update)
+        self._share_updates = {
+            id(owner): compiled(functools.partial(self._update_variables, owner), self.plan.compiles_update)
             for owner in self._share.replicas
         }
 
@@ -101,34 +102,44 @@ class ShardedStep(TrainStep):
     ) -> Tensors:
         """Updates the pieces of one replica; returns their new values and those of `whole`, which it does not
         assign."""
-        pieces = [replica.first(variable) for variable in owner.variables]
         others = [replica.first(self.core.model.trainable_variables[index]) for index in whole]
-        slots = [replica.first(variable) for variable in owner.optimizer.variables]
-        if not pieces and not others:
+        if not owner.variables and not others:
             return []
-        gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(gradients, pieces, strict=True)]
-        params = [variable.read_value() for variable in [*pieces, *others]]
-        state = [variable.read_value() for variable in slots]
-        new, new_state = self._updates[id(owner)](params, state, [*gradients, *whole.values()], factor, rate)
-        stored = [
-            variable.assign(value, read_value=False)
-            for variable, value in zip([*pieces, *slots], [*new[: len(pieces)], *new_state], strict=True)
-        ]
-        with tf.control_dependencies(stored):
+        elsewhere = [slot for slot in _slots(owner) if not _is_on(owner.device, slot)]
+        values, state = ([variable.read_value() for variable in variables] for variables in (others, elsewhere))
+        new, state = self._share_updates[id(owner)](gradients, values, list(whole.values()), state, factor, rate)
+        with tf.control_dependencies(replica.assign(elsewhere, state)):
             return [tf.identity(value) for value in new]
 
-    def _updated_share(
+    def _update_variables(
         self,
-        optimizer: keras.optimizers.Optimizer,
-        params: Tensors,
-        state: Tensors,
+        owner: ReplicaShare,
         gradients: Tensors,
+        others: Tensors,
+        gradients_of_others: Tensors,
+        elsewhere: Tensors,
         factor: tf.Tensor,
         rate: tf.Tensor,
     ) -> tuple[Tensors, Tensors]:
-        return pure_apply(
-            *(optimizer, state, params, gradients, rate), factor=factor, group_bytes=self.plan.update_group_bytes
+        """Updates the variables on a replica's device in place, see `_update_replica`; also returns the new values of
+        the optimizer's variables on other devices, such as its count of steps."""
+        pieces, slots = [replica.first(variable) for variable in owner.variables], _slots(owner)
+        here = [_is_on(owner.device, slot) for slot in slots]
+        given = iter(elsewhere)
+        state = [slot.read_value() if is_here else next(given) for slot, is_here in zip(slots, here, strict=True)]
+        params = [piece.read_value() for piece in pieces]
+        gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(gradients, pieces, strict=True)]
+        new, new_state = pure_apply(
+            *(owner.optimizer, state, [*params, *others], [*gradients, *gradients_of_others], rate),
+            factor=factor,
+            group_bytes=self.plan.update_group_bytes,
         )
+        changed = [*pieces, *itertools.compress(slots, here)]
+        stored = replica.assign(changed, [*new[: len(pieces)], *itertools.compress(new_state, here)])
+        with tf.control_dependencies(stored):
+            return [tf.identity(value) for value in new], [
+                value for value, is_here in zip(new_state, here, strict=True) if not is_here
+            ]
 
     def _store(self, weights: Tensors, state: Tensors) -> tf.Tensor:
         """Assigns the new weights and model state to this replica."""
@@ -164,6 +175,14 @@ class ScatteringStep(ShardedStep):
     def _own_norm(self, gradients: Scattered) -> tf.Tensor:
         norm = self._norm([*gradients.shards, *gradients.whole])
         return tf.where(gradients.finite, norm, float("nan"))  # a codec may have turned NaN into numbers
+
+
+def _slots(owner: ReplicaShare) -> list[tf.Variable]:
+    return [replica.first(variable) for variable in owner.optimizer.variables]
+
+
+def _is_on(device: str, variable: tf.Variable) -> bool:
+    return bool(tf.DeviceSpec.from_string(variable.device) == tf.DeviceSpec.from_string(device))
 
 
 def sharded_step(share: OwnShare) -> Callable[..., ShardedStep]:
