@@ -23,7 +23,7 @@ import tensorflow as tf
 LOGICAL_CPUS = 4
 ALL_TESTS = 5000  # fewer are a selection
 UNKNOWN = pytest.StashKey[set[str]]()
-CHOOSES_XLA = vars(Program)["xla_disabled_reason"]
+CHOOSES_XLA = {name: vars(Program)[name] for name in ("xla_disabled_reason", "compiles_update")}
 WITHOUT_XLA = "a small run takes as long to compile as all the rest; mark tests of it xla"
 
 
@@ -53,7 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`--jit_compile=auto` chooses XLA only in tests that are marked `xla` or `proof`, and in other processes."""
     chooses = item.get_closest_marker("xla") or item.get_closest_marker("proof")
-    Program.xla_disabled_reason = CHOOSES_XLA if chooses else WITHOUT_XLA
+    update = property(lambda program: program.jit_compile and program.placing.can_compile_update)
+    without = {"xla_disabled_reason": WITHOUT_XLA, "compiles_update": update}
+    for name, chosen in (CHOOSES_XLA if chooses else without).items():
+        setattr(Program, name, chosen)
 
 
 @pytest.fixture

@@ -16,3 +16,15 @@ def ancestors(operation: tf.Operation) -> set[tf.Operation]:
                 found.add(other)
                 left.append(other)
     return found
+
+
+def zeros_for_calls(function: tf.types.experimental.ConcreteFunction) -> list[str]:
+    """Names of the zeros that are arguments of functions called anywhere in a function."""
+    definition = function.graph.as_graph_def()
+    found: list[str] = []
+    for nodes in [definition.node, *(each.node_def for each in definition.library.function)]:
+        fills = {node.name for node in nodes if node.op == "Fill"}
+        for node in nodes:
+            if node.op.endswith("PartitionedCall"):
+                found += [name for name in (one.split(":")[0] for one in node.input) if name in fills]
+    return found

@@ -40,7 +40,7 @@ WAYS = absl_flags.DEFINE_list(
     "ways", ["data", "model", "pipeline", "weights"], "What workers divide: an axis of --mesh, or a value of --shard."
 )
 STEPS = absl_flags.DEFINE_integer("measured_steps", 2, "Steps of a run.", lower_bound=1)
-JIT = absl_flags.DEFINE_string("jit_compile", "auto", "As in the experiments.")
+JIT = absl_flags.DEFINE_string("jit_compile", "auto", "Value of --jit_compile in the runs.")
 SAVES = absl_flags.DEFINE_bool("saves", True, "Whether runs write checkpoints and model.keras.")
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 

@@ -79,6 +79,7 @@ def test_weights_of_both_stages_masks_and_shortcuts_cross_workers(tmp_path):
     )
     assert_close(first, alone(**tied, steps=6)[0])
     assert all(any(name.startswith("own ") for name in found) for found in (first, third))
+    assert third["compiles_update"]
     assert_close(second, alone(**recurrent, steps=6)[0])
 
 
@@ -113,11 +114,14 @@ def test_four_workers_hold_two_pipelines(tmp_path):
 
 def test_two_workers_divide_the_layers_of_their_stages(tmp_path):
     """Each has a stage, and two devices that divide its layers; both know the whole: in digests, checkpoints,
-    predictions. A divided tensor crosses the cut. A run that was stopped goes on to the end of one that was not, and
-    further on one device."""
+    predictions. A divided tensor crosses the cut, then a whole one, of which each device sends a part. A run that was
+    stopped goes on to the end of one that was not, and further on one device."""
     options = {"accumulate_steps": 2, "clip_norm": 0.5}
     saved = {"mesh": "pipeline:2,model:2", "devices": 2, **options, "workdir": str(tmp_path / "run")}
-    _, found = on_workers(2, tmp_path / "out", {**saved, "stop_after": 11}, {**saved, "predicts": True})
+    of_whole = {**saved, "stages": "/norm", "predicts": True}
+    stopped, found = on_workers(2, tmp_path / "out", {**saved, "stop_after": 11}, of_whole)
+    # 16 examples, forward and back, and 16 of an evaluation: a tensor of 128 divided values, then one of 24 whole ones.
+    assert (int(stopped["messages"]), int(found["messages"])) == (48 * 128 * 4, 48 * 24 * 4)
     weights, _, (predictions,) = alone("dense", **options)
     assert_close(found, {**weights, "predictions": predictions})
     loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")

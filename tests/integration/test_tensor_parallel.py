@@ -21,7 +21,7 @@ MESH = {"mesh": "data:2,model:2", "devices": 2}
 
 
 def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list[dict[str, np.ndarray]]:
-    """What each case leaves, the same on all workers."""
+    """What each case leaves, the same on all workers, and the bytes of the messages of all."""
     folder.mkdir()
     result = launch(count, "-m", "tests.integration.scripts.divided", str(folder), json.dumps(cases), timeout=600.0)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -30,6 +30,7 @@ def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list
         first, *others = (dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(count))
         for other in others:
             assert other.pop("sent") >= 0  # stages differ in it
+            first["messages"] += other.pop("messages")
             for name, value in other.items():
                 if name.startswith("own ") and name not in first:
                     continue  # of a weight that the first worker does not have
@@ -61,6 +62,7 @@ def test_two_workers_of_two_devices(tmp_path):
     )
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
+    assert (dense["compiles_update"], language_model["compiles_update"]) == (True, False)
     assert_close(language_model, alone("language_model", steps=6)[0])
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tfpar.parallel.compilation import CompilationPlan, compilation_plan
-from tfpar.parallel.planner.memory import UPDATE_GROUP_BYTES
 
 import pytest
 
@@ -60,9 +59,3 @@ def test_the_update_alone_can_be_a_program():
     plan = compilation_plan(replicas=2, jit_compile=False, compiles_update=True, **of)
     assert plan == CompilationPlan(**{name: name in ("compiles_update", "prefetches_in_loop") for name in NAMES})
     assert compilation_plan(replicas=1, jit_compile=True, compiles_update=True, **of).single_xla_program
-
-
-def test_groups_of_weights_have_the_size_that_the_planner_assumes():
-    of = {"replicas": 2, "local_devices": ONE_CPU, "on_tpu": False}
-    assert compilation_plan(jit_compile=False, **of).update_group_bytes == UPDATE_GROUP_BYTES
-    assert compilation_plan(jit_compile=True, **of).update_group_bytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import tfpar
+from tests.graphs import zeros_for_calls
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
@@ -53,6 +54,14 @@ def test_thirty_steps_equal_one_device(model, devices, options):
 def test_stages_are_xla_programs(options):
     same = {"accumulate_steps": 2, "jit_compile": "true"}
     assert_as_alone(divided.here("mirrored", "pipeline:2", **same, **options), "dense", **same)
+
+
+def test_calls_of_stages_take_no_zeros():
+    """Within two tapes TensorFlow returns the weights of a stage too, and adds zeros of their size to gradients."""
+    trainer = divided.here("mirrored", "pipeline:2", model="language_model", steps=2, accumulate_steps=2)
+    ((_, step),) = trainer.program._steps
+    (function,) = step.run._list_all_concrete_functions()
+    assert zeros_for_calls(function) == []
 
 
 def test_replicas_of_one_process():

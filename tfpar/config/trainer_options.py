@@ -243,9 +243,9 @@ class TrainerOptions(TypedDict, total=False):
 
     jit_compile: Literal["auto", "true", "false"] | bool
     """Compile the forward and backward pass and the optimizer step with XLA. 'auto' does, except for convolutional
-    models on CPUs, where XLA is slower; where it cannot compile the passes, such as on a model axis or with
-    synchronised batch statistics, only the optimizer step. Passes without XLA overlap with the exchange, which helps on
-    slow links."""
+    models on CPUs, where XLA is slower. Where XLA cannot compile the passes (a model axis, synchronised batch
+    statistics), 'auto' compiles only the optimizer step. Without XLA, a compressed exchange overlaps the backward pass,
+    which helps on slow links."""
 
     jit_segments: int | Literal["auto"]
     """XLA programs that the forward pass is cut into at the borders of layers, and the backward pass as well. With

@@ -62,8 +62,7 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
         return
     exchange_text = f"{_rounds_text(info)}exchange {info.exchange.describe()}: "
     exchange_text += _bytes_text(traffic) if info.topology.replicas > 1 else "one replica, nothing travels"
-    alone = "in the optimizer step alone" if info.compiles_update else "off"
-    step_text = f"step: {info.config.precision.precision}, XLA {'on' if info.jit_compile else alone}"
+    step_text = f"step: {info.config.precision.precision}, XLA {_compiled_text(info)}"
     if info.xla_disabled_reason:
         step_text += f" ({info.xla_disabled_reason})"
     kept = "" if info.config.checkpoint.workdir else ("no --workdir: nothing of this run will be kept")
@@ -71,6 +70,14 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
         if text:
             monitor.message(text)
     warn_of_counted_padding(info, monitor)
+
+
+def _compiled_text(info: RunInfo) -> str:
+    if info.topology.device_type == "TPU":
+        return "on"
+    if info.jit_compile:
+        return "on" if info.compiles_update else "on, except for the optimizer step"
+    return "in the optimizer step alone" if info.compiles_update else "off"
 
 
 def _rounds_text(info: RunInfo) -> str:

@@ -40,9 +40,9 @@ class RunInfo:
       topology: Its workers, replicas and devices.
       model: The model.
       model_summary: Its size and cost, or None where they are not known before it runs.
-      jit_compile: Whether XLA compiles the step.
+      jit_compile: Whether XLA compiles the passes.
       compiles_update: Whether XLA compiles the optimizer's update.
-      xla_disabled_reason: Why `--jit_compile=auto` left XLA out; empty where it did not.
+      xla_disabled_reason: Why `--jit_compile=auto` compiles no passes; empty where it does.
       exchange: The gradient exchange.
       pipeline: The training batches.
       train: Training examples.

@@ -84,6 +84,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "replicas": topology.replicas,
         "precision": info.config.precision.precision,
         "jit_compile": info.jit_compile,
+        "compiles_update": info.compiles_update,
         "jit_segments": info.jit_segments,
         "exchange": {
             "codec": traffic.codec,

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfpar.parallel.planner.memory import UPDATE_GROUP_BYTES
+
 import tensorflow as tf
 
 
@@ -19,7 +21,7 @@ class CompilationPlan:
       strategy_compiles: The strategy compiles the functions that it runs (TPUStrategy); nothing is compiled here.
       compiles_gradients: An XLA program computes loss, gradients and their sum over micro-batches.
       compiles_update: An XLA program computes new weights, optimizer state and model state, and changes the variables
-        in place.
+        in place; with offloaded state, a program for each block, which returns them.
       prefetches_in_loop: The loop fetches the batch of the next step while a step runs, not between steps.
     """
 
@@ -32,7 +34,7 @@ class CompilationPlan:
     @property
     def update_group_bytes(self) -> int:
         """Size of a group of weights that are updated at once, see `pure_apply`; 0 in an XLA program."""
-        return 0 if self.single_xla_program or self.compiles_update else 16 << 20
+        return 0 if self.single_xla_program or self.compiles_update else UPDATE_GROUP_BYTES
 
 
 def compilation_plan(

@@ -23,7 +23,6 @@ from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
 from tfpar.process.memory import return_freed_memory
 from tfpar.training.core import Core
-from tfpar.training.elements import elements_on_devices
 from tfpar.training.local_steps.building import build_rounds
 from tfpar.training.local_steps.step import LocalStep
 from tfpar.training.model.adapting import adapt_model
@@ -39,6 +38,7 @@ from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.placing.choose import placing_of
+from tfpar.training.placing.elements import elements_on_devices
 from tfpar.training.placing.own_parts import OwnParts
 from tfpar.training.sharding import OwnShare, sharded_step
 from tfpar.training.step import TrainStep
@@ -182,21 +182,25 @@ class Program:
 
     @property
     def compiles_update(self) -> bool:
-        """Whether the optimizer's update is an XLA program. No obstacle concerns the update, which is elementwise and
-        communicates nothing; in convolutional models on CPUs, it takes too little time to be compiled separately."""
-        choice, obstacle = self.config.train.jit_compile, self._xla_obstacle()
-        only_passes = choice == "auto" and obstacle != "" and self.xla_disabled_reason == obstacle
-        return self.placing.updates_on_one_device and (self.jit_compile or only_passes)
+        """Whether the optimizer's update is an XLA program. It communicates nothing, so that it can be one even where
+        the passes cannot; in convolutional models on CPUs, it is too short to be compiled for itself."""
+        if self.jit_compile or not self.topology.synchronous or self.topology.device_type == "TPU":
+            return self.jit_compile and self.topology.synchronous and self.placing.can_compile_update
+        alone = self.config.train.jit_compile == "auto" and bool(self._xla_obstacle())
+        return alone and self.placing.can_compile_update and not self._slower_with_xla()
 
     @functools.cached_property
     def xla_disabled_reason(self) -> str:
-        """Why `--jit_compile=auto` does not use XLA for this model and topology; empty if it does."""
+        """Why `--jit_compile=auto` compiles no passes for this model and topology; empty if it does."""
         if obstacle := self._xla_obstacle():
             return obstacle
-        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
-        if self.topology.device_type == "CPU" and is_convolutional(self.model, lambda: self.model_summary):
+        if self._slower_with_xla():
             return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
         return ""
+
+    def _slower_with_xla(self) -> bool:
+        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
+        return self.topology.device_type == "CPU" and is_convolutional(self.model, lambda: self.model_summary)
 
     @functools.cached_property  # it traces the model, which takes seconds for a large one
     def model_summary(self) -> models.ModelSummary | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tfpar.optim.keras_internals import all_layers, is_seed_state, weights_made_to_learn
 from tfpar.training.core import Core
@@ -165,3 +166,24 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
     learning = {id(variable) for variable in model.trainable_variables}
     made = [variable for layer in all_layers(model) for variable in weights_made_to_learn(layer)]
     return [variable for variable in made if id(variable) not in learning]
+
+
+class Reduced(NamedTuple):
+    """The results of parts 3 to 5 of a step.
+
+    Attributes:
+      vector: The summed sidecar.
+      norm: L2 norm of the mean gradient before clipping; zero if it was not requested.
+      exchanged: Host time at which the exchange was over.
+      done: A tensor that exists when the weights have their new values.
+    """
+
+    vector: tf.Tensor
+    norm: tf.Tensor
+    exchanged: tf.Tensor
+    done: tf.Tensor
+
+
+def should_apply(vector: tf.Tensor) -> tf.Tensor:
+    """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
+    return tf.equal(vector[NON_FINITE], 0.0) & (vector[COUNT] > 0.0)

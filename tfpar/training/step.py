@@ -6,7 +6,7 @@
 2. their sum over the micro-batches, in float32 (`Core.accumulate`);
 3. one exchange of gradient sums and sidecar;
 4. clipping of the reduced gradient;
-5. the optimizer's update, the same bits on every replica (pure, under XLA);
+5. the optimizer's update, the same bits on every replica, in place (under XLA);
 6. schedule and loss scale.
 
 Which of them are XLA programs is decided in `compilation.py`; the loop over steps is in `step_loop.py`.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import run_unordered
@@ -31,9 +31,8 @@ from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import LocalSums, Tensors
-from tfpar.training.reduced import Reduced, ReducedGradients, should_apply
 from tfpar.training.seeds import step_seed
-from tfpar.training.sidecar import Sidecar
+from tfpar.training.sidecar import Reduced, Sidecar, should_apply
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
 import keras
@@ -101,7 +100,7 @@ class TrainStep:
         factor, norm = self._factor_and_norm(vector, norm)
 
         # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
-        reduced = ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
+        reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
         done = tf.cond(should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         return Reduced(vector, norm, exchanged, done)
 
@@ -166,7 +165,8 @@ class TrainStep:
         self._denominators = compiled(self.core.denominators, plan.compiles_gradients)
         # A program for each replica, because it refers to the replica's own variables, which it changes in place: new
         # values as outputs would need as much memory as weights and optimizer state.
-        self._updates = [compiled(self._apply_update, plan.compiles_update) for _ in self._local_devices()]
+        count = len(self._local_devices()) if plan.compiles_update else 1
+        self._updates = [compiled(self._apply_update, plan.compiles_update) for _ in range(count)]
         self._whole_step = compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
         squared = norms.squared_in_xla if plan.single_xla_program else None
         self._norm: Callable[[Tensors], tf.Tensor] = functools.partial(norms.l2_norm, squared=squared)
@@ -329,12 +329,12 @@ class TrainStep:
         devices: tuple[str, ...] = self.strategy.extended.worker_devices
         return devices
 
-    def _apply(self, reduced: ReducedGradients) -> tf.Tensor:
+    def _apply(self, reduced: _ReducedGradients) -> tf.Tensor:
         """`_apply_update`, compiled as planned."""
         programs = self._updates
         return programs[replica.static_replica_id() % len(programs) if len(programs) > 1 else 0](reduced)
 
-    def _apply_update(self, reduced: ReducedGradients) -> tf.Tensor:
+    def _apply_update(self, reduced: _ReducedGradients) -> tf.Tensor:
         """Updates this replica's variables; returns the factor when that is done."""
         model = self.core.model
         groups = [model.trainable_variables, self.optimizer.variables, self._state]
@@ -346,7 +346,7 @@ class TrainStep:
             return tf.identity(reduced.factor)
 
     def _updated(
-        self, params: Tensors, optimizer: Tensors, reduced: ReducedGradients
+        self, params: Tensors, optimizer: Tensors, reduced: _ReducedGradients
     ) -> tuple[Tensors, Tensors, Tensors]:
         """New weights, optimizer state and model state."""
         gradients = list(reduced.gradients)
@@ -368,3 +368,25 @@ class TrainStep:
         """Those values of the model's non-trainable variables that are stored."""
         every = zip(self.core.model.non_trainable_variables, state, strict=True)
         return [value for variable, value in every if not is_seed_state(variable)]
+
+
+class _ReducedGradients(NamedTuple):
+    """The inputs of a replica's update; all but `state` are the same on every replica.
+
+    Attributes:
+      gradients: Gradient sums over all replicas.
+      vector: The summed sidecar.
+      state: The model state that this replica has computed, and the values of overwritten variables.
+      assigned: Weights that the forward pass assigned, by index; the update starts from them.
+      factor: Turns the gradient sums into the gradient to apply: their mean, clipped.
+      step: Int64 scalar: number of the step.
+      lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
+    """
+
+    gradients: Tensors
+    vector: tf.Tensor
+    state: Tensors
+    assigned: dict[int, tf.Tensor]
+    factor: tf.Tensor
+    step: tf.Tensor
+    lr_multiplier: tf.Tensor

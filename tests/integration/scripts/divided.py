@@ -4,13 +4,15 @@ tests/integration/test_tensor_parallel.py.
 python -m tests.integration.scripts.divided OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, with the name of a model of `MODELS`, each of which is trained in
-turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, the bytes sent per step, with `predicts` the
-predictions for the first examples, and this worker's own copies of weights that other workers of its pipeline have too.
+turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, whether XLA compiled the optimizer step, the
+bytes sent per step, the bytes of all messages that were traced, with `predicts` the predictions for the first examples,
+and this worker's own copies of weights that other workers of its pipeline have too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -19,6 +21,7 @@ import tfpar
 from tests.integration.scripts import sharded
 from tests.integration.scripts.sharded import EXAMPLES, STEPS
 from tfpar import models
+from tfpar.collectives.tensorflow import Channel
 from tfpar.config import StrategyConfig
 from tfpar.models import TaskSpec
 from tfpar.parallel import strategies
@@ -27,6 +30,7 @@ from tfpar.parallel.topology import choose_topology
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 VOCABULARY, POSITIONS, PREDICTED = 32, 8, 21
 COMMON = {**sharded.COMMON, "optimizer": "adamw", "jit_compile": "false"}
@@ -277,13 +281,23 @@ def own_copies(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
 def main(output: str, cases: str) -> None:
     worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
     runtime = None
+    messages: list[int] = []
+    send = Channel.send
+
+    def counted(channel: Channel, value: tf.Tensor, instance: int) -> tf.Tensor:
+        messages.append(math.prod(value.shape) * value.dtype.size)
+        return send(channel, value, instance)
+
+    Channel.send = counted  # type: ignore[method-assign]
     for number, options in enumerate(json.loads(cases)):
+        messages.clear()
         predicts = options.pop("predicts", False)
         model = options.get("model", "dense")
         trainer = train(options, runtime)
         runtime = trainer.runtime
         results = trainer.results
         facts = {"params_sha256": results["params_sha256"], "sent": results["exchange"]["wire_bytes_per_step"]}
+        facts |= {"messages": sum(messages), "compiles_update": trainer.program.compiles_update}
         if predicts:
             facts["predictions"] = trainer.predict(first_of(data(model)[0], PREDICTED))
         arrays = {**facts, **own_copies(trainer), **weights_of(trainer)}

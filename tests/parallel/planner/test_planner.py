@@ -148,11 +148,11 @@ def test_messages_go_there_and_back():
     assert time.seconds == pytest.approx(2 * 16, rel=0.01)
 
 
-def test_devices_that_divide_a_stage_send_over_the_link_of_their_worker():
-    """What they sum stays within the worker."""
+def test_devices_that_divide_a_stage_send_a_tensor_once_over_the_link_of_their_worker():
+    """Each sends a part; what they sum stays within the worker."""
     machine = on(2, 2, within=Link(0.0, 1e30), between=Link(0.0, 1e9))
     time = predict_plan(question(machine), plan(pipeline=2, model=2)).time
-    assert time.messages == pytest.approx(2 * 2 * 16e6 / 1e9)
+    assert time.messages == pytest.approx(2 * 16e6 / 1e9)
     assert time.sums == pytest.approx(0.0, abs=1e-6)
 
 
@@ -164,17 +164,20 @@ def test_memory_on_one_device():
     assert memory == dataclasses.replace(
         memory, weights=32 * MB, gradients=32 * MB, state=64 * MB, residuals=0, activations=16 * 80 * MB
     )
-    assert memory.size == (32 + 32 + 64 + 1280) * MB
+    assert memory.size == (32 + 32 + 64 + 1280 + 32) * MB  # one program: activations, and the weights before the step
 
 
 @pytest.mark.parametrize(
     ("wanted", "part"),
     [
-        (plan(micro_batches=4), {"activations": 320, "gradients": 64}),
+        (plan(micro_batches=4), {"activations": 320, "gradients": 32, "accumulated": 32}),
         (plan(model=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
         (plan(pipeline=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
         # 1F1B: the first of two stages works on two micro-batches, of two examples each
-        (plan(pipeline=2, micro_batches=8), {"weights": 16, "gradients": 32, "activations": 2 * 2 * 40}),
+        (
+            plan(pipeline=2, micro_batches=8),
+            {"weights": 16, "gradients": 16, "accumulated": 16, "activations": 2 * 2 * 40},
+        ),
         (plan(data=2, shard="optimizer"), {"weights": 32, "state": 32 + 16, "activations": 640}),
         (plan(data=2, shard="gradients"), {"gradients": 16, "state": 32 + 16}),
         (plan(data=2, shard="weights"), {"weights": 16, "gradients": 16, "state": 32}),
@@ -187,31 +190,50 @@ def test_memory_by_hand(wanted, part):
     assert {name: memory[name] for name in part} == {name: size * MB for name, size in part.items()}
 
 
-# A weight of `stack` has 4 MB; a group of 16 MiB of weights has new values, new state (twice), 3 intermediate results.
-GROUP = 16 * 2**20
-
-
 @pytest.mark.parametrize(
-    ("wanted", "compiled", "update"),
+    ("wanted", "options", "update"),
     [
-        (plan(), True, 32 * MB),  # the weights before the step
-        (plan(model=2), True, 16 * MB),
-        (plan(data=2, shard="optimizer"), True, 32 * MB),  # the new weights
-        (plan(data=2, shard="weights"), True, 16 * MB),
-        (plan(), False, 32 * MB + 6 * GROUP),
-        (plan(pipeline=2), True, 16 * MB + 6 * 16 * MB),  # an XLA program cannot change variables of two devices
+        (plan(data=2), {}, 32),  # the weights before the step
+        (plan(model=2), {}, 16),
+        (plan(data=2, shard="optimizer"), {}, 32),  # the new weights
+        (plan(data=2, shard="weights"), {}, 16),
+        # New values of weights and state, and three intermediate results, of the five weights that exceed 16 MiB ...
+        (plan(data=2), {"compiled": False}, 32 + 6 * 20),
+        # ... of all 16 MB that a device has; an XLA program cannot change variables of two devices
+        (plan(pipeline=2), {}, 16 + 6 * 16),
+        (plan(data=2), {"compiled": False, "elementwise": False}, 32 + 6 * 32),
     ],
 )
-def test_the_update_needs_more_than_weights_and_state(wanted, compiled, update):
-    memory = predict_plan(question(on(wanted.mesh.devices), compiled=compiled), wanted).memory
-    assert memory.update == update
-    few = predict_plan(
-        question(on(wanted.mesh.devices), compiled=compiled, model=stack(weight=500 * MB)), wanted
-    ).memory
-    assert memory.size == memory.lasting + memory.gradients + memory.activations
-    assert few.size == few.lasting + few.gradients + few.update
-    assert "update" in few.parts
-    assert "activations" not in few.parts
+def test_the_update_needs_more_than_weights_and_state(wanted, options, update):
+    asked = question(on(2), **options)
+    assert predict_plan(asked, wanted).memory.update == update * MB
+
+
+def test_activations_are_freed_before_the_update():
+    wanted = plan(data=2)
+    few, many = (predict_plan(question(on(2), model=stack(weight=size * MB)), wanted) for size in (4, 500))
+    assert few.memory.size == few.memory.lasting + few.memory.gradients + few.memory.activations
+    assert many.memory.size == many.memory.lasting + many.memory.gradients + many.memory.update
+    alone = predict_plan(question(), plan()).memory  # a single program
+    assert alone.size == alone.lasting + alone.gradients + alone.activations + alone.update
+    for each in (few, many):
+        assert sum(each.as_dict()["bytes_by_part"].values()) == each.as_dict()["bytes"]
+
+
+def test_only_the_sums_of_micro_batches_are_left_for_the_update():
+    memory = predict_plan(question(on(2), compiled=False), plan(data=2, micro_batches=8)).memory
+    assert memory.accumulated == memory.gradients == 32 * MB
+    assert memory.update > memory.accumulated + memory.activations
+    assert memory.size == memory.lasting + memory.gradients + memory.update
+
+
+def test_only_compiled_passes_keep_fewer_activations():
+    asked = question(on(2, fused=0.5))
+    sizes = [
+        predict_plan(asked, plan(data=2, shard=shard)).memory.activations
+        for shard in ("none", "optimizer", "gradients", "weights")
+    ]
+    assert sizes == [320 * MB, 320 * MB, 640 * MB, 648 * MB]
 
 
 def test_sharded_weights_are_whole_where_they_are_used():

@@ -60,9 +60,9 @@ class TrainConfig(ConfigBase):
     jit_compile: str = option(
         "auto",
         "Compile the forward and backward pass and the optimizer step with XLA. 'auto' does, except for convolutional "
-        "models on CPUs, where XLA is slower; where it cannot compile the passes, such as on a model axis or with "
-        "synchronised batch statistics, only the optimizer step. Passes without XLA overlap with the exchange, which "
-        "helps on slow links.",
+        "models on CPUs, where XLA is slower. Where XLA cannot compile the passes (a model axis, synchronised batch "
+        "statistics), 'auto' compiles only the optimizer step. Without XLA, a compressed exchange overlaps the "
+        "backward pass, which helps on slow links.",
         choices=("auto", "true", "false"),
         may_change_on_resume=True,
     )

@@ -1,12 +1,12 @@
 """Predicts the memory of the device that needs the most under a plan.
 
-A device holds its weights; their gradients, twice if the gradients of micro-batches are added up; the optimizer state
-(an owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
+A device holds its weights; their gradients; with micro-batches, the accumulated gradients; the optimizer state (an
+owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
 arXiv:1910.02054); and the residuals of a lossy exchange. The backward pass reads activations: those of a micro-batch,
 times the number of micro-batches in flight on a stage of a pipeline. The optimizer's update needs no activations, but
 the weights before the last step of a call, from which the norm of the change is reported, or all new weights if they
 come from the owners of shards. As an XLA program it changes variables in place; op by op it has new values and
-intermediate results of a group of weights.
+intermediate results of a group of weights (`pure_apply`).
 
 XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps. Passes
 without XLA keep all.
@@ -21,7 +21,7 @@ from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
-UPDATE_GROUP_BYTES = 16 << 20  # that of `CompilationPlan`, which needs TensorFlow
+UPDATE_GROUP_BYTES = 16 << 20  # weights that are updated together without XLA
 _INTERMEDIATE = 3  # tensors of the size of the weights, beside their new values and those of the state: AdamW
 _OWN_STATE = ("optimizer", "gradients", "weights")  # values of --shard with which replicas divide the optimizer state
 
@@ -36,6 +36,7 @@ def memory_of(
     remembers: bool = False,
     schedule: str = "1f1b",
     compiled: bool = True,
+    elementwise: bool = True,
 ) -> Memory:
     """Predicts the memory of the device of a replica that needs the most.
 
@@ -47,19 +48,28 @@ def memory_of(
       state_per_weight: Bytes of the optimizer's state per float32 weight.
       remembers: Whether the exchange has residuals.
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
-      compiled: Whether XLA compiles passes.
+      compiled: Whether XLA compiles passes and update where it can.
+      elementwise: Whether weights can be updated group by group.
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
+    compiles_passes = compiled and plan.mesh.model == 1 and plan.shard in ("none", "optimizer")
+    fused = machine.fused if compiles_passes else 1.0
+    # Only variables on a single device are updated by a program, see `Placing.can_compile_update`.
+    in_place = compiled and (replica.devices == 1 or replica.here == 1)
+    copies = 0 if in_place else 1 + state_per_weight // 4 + _INTERMEDIATE
     found = []
     for device in range(replica.devices):
-        lasting = _of_weights(replica.weights[device], plan, state_per_weight, workers if remembers else 1)
-        kept = _activations(replica, device, plan, examples, schedule)
-        fused = machine.fused if compiled and plan.mesh.model == 1 else 1.0
-        activations = int(kept * fused) + _gathered(replica, device, plan)
-        # Only a program on a single device is compiled, see `Placing.updates_on_one_device`.
-        in_place = compiled and (replica.devices == 1 or replica.here == 1)
-        update = _update(replica.weights[device], plan, 0 if in_place else state_per_weight // 4 + 1 + _INTERMEDIATE)
-        found.append(Memory(**lasting, activations=activations, update=update))
+        weights = replica.weights[device]
+        lasting = _of_weights(weights, plan, state_per_weight, workers if remembers else 1)
+        activations = int(_activations(replica, device, plan, examples, schedule) * fused)
+        found.append(
+            Memory(
+                **lasting,
+                activations=activations + _gathered(replica, device, plan),
+                update=_update(weights, plan, copies, elementwise=elementwise),
+                one_program=compiles_passes and plan.mesh.devices == 1,
+            )
+        )
     return max(found, key=lambda memory: memory.size)
 
 
@@ -74,11 +84,10 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, wo
     if plan.shard == "weights":
         size -= trained - trained // replicas
     gradients = trained // replicas if plan.shard in ("gradients", "weights") else trained
-    if plan.micro_batches > 1:
-        gradients *= 2
     return {
         "weights": size,
         "gradients": gradients,
+        "accumulated": gradients if plan.micro_batches > 1 else 0,
         "state": state,
         "residuals": trained + trained // workers if workers > 1 else 0,
     }
@@ -91,19 +100,28 @@ def _gathered(replica: Replica, device: int, plan: Plan) -> int:
     return 2 * max(stage.largest_weights for stage in replica.of_device(device))
 
 
-def _update(weights: Sequence[Weight], plan: Plan, copies: int) -> int:
+def _update(weights: Sequence[Weight], plan: Plan, copies: int, *, elementwise: bool) -> int:
     """Returns the bytes that the update of a device's weights needs.
 
     Args:
       weights: The weights.
       plan: The plan.
       copies: Tensors of the size of a group of weights that exist at once; 0 if an XLA program updates in place.
+      elementwise: Whether there are groups.
     """
     sizes = [weight.size for weight in weights if weight.trainable]
-    updated = sum(sizes) // (plan.mesh.data if plan.shard in _OWN_STATE else 1)
-    group = min(updated, max(UPDATE_GROUP_BYTES, max(sizes, default=0)))
-    kept = updated if plan.shard == "weights" else sum(sizes)
-    return kept + copies * group
+    own = [size // plan.mesh.data if plan.shard in _OWN_STATE else size for size in sizes]
+    kept = sum(own if plan.shard == "weights" else sizes)
+    return kept + copies * (_largest_group(own) if elementwise else sum(own))
+
+
+def _largest_group(sizes: Sequence[int]) -> int:
+    """Returns the bytes of the largest group of weights of these sizes, made as `PureUpdate.view_update` does."""
+    largest = group = 0
+    for size in sizes:
+        group = (0 if group >= UPDATE_GROUP_BYTES else group) + size
+        largest = max(largest, group)
+    return largest
 
 
 def _activations(replica: Replica, device: int, plan: Plan, examples: int, schedule: str) -> float:

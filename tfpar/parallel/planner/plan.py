@@ -81,19 +81,24 @@ class Memory:
 
     Attributes:
       weights: All variables of the model.
-      gradients: Gradients, including the sums over micro-batches.
+      gradients: Gradients of a micro-batch.
+      accumulated: Gradients accumulated over several micro-batches.
       state: The optimizer's state, and the owner's exact copy of the weights in its shard.
       residuals: Residuals of a lossy exchange.
       activations: Activations that the backward pass reads, and whole weights that it gathers.
-      update: What the optimizer's update needs in addition, when there are no activations any more.
+      update: What the optimizer's update needs in addition.
+      one_program: Whether passes and update are one XLA program, whose buffers all exist at once. Otherwise activations
+        are freed before the update.
     """
 
     weights: int
     gradients: int
+    accumulated: int = 0
     state: int = 0
     residuals: int = 0
     activations: int = 0
     update: int = 0
+    one_program: bool = False
 
     @property
     def lasting(self) -> int:
@@ -103,13 +108,18 @@ class Memory:
     @property
     def size(self) -> int:
         """Peak memory: the lasting bytes, and the most that a pass or the update needs at once."""
-        return self.lasting + self.gradients + max(self.activations, self.update)
+        return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts of `size` by name."""
-        idle = "update" if self.activations >= self.update else "activations"
-        return {name: size for name, size in dataclasses.asdict(self).items() if name != idle}
+        """The parts of the peak by name; zero for those that do not exist then."""
+        parts = dataclasses.asdict(self)
+        del parts["one_program"]
+        if self.one_program:
+            return parts
+        if self.accumulated + self.activations >= self.update:
+            return {**parts, "update": 0}
+        return {**parts, "accumulated": 0, "activations": 0}  # `gradients` has the size of the accumulated ones
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +145,6 @@ class Prediction:
             "seconds": self.time.seconds,
             "seconds_by_part": dataclasses.asdict(self.time),
             "bytes": self.memory.size,
-            "bytes_by_part": dataclasses.asdict(self.memory),
+            "bytes_by_part": self.memory.parts,
             "fits": self.fits,
         }

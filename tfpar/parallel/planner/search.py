@@ -38,7 +38,8 @@ class Question:
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
       stages_per_device: Number of stages per device of a pipeline.
       stage_balance: The quantity that stages share equally, a value of `--stage_balance`.
-      compiled: Whether XLA compiles passes where it can.
+      compiled: Whether XLA compiles passes and update where it can.
+      elementwise: Whether the optimizer updates every element independently of the others.
       refusal: Returns the reason why a plan cannot be carried out; an empty string if it can.
     """
 
@@ -55,6 +56,7 @@ class Question:
     stages_per_device: int = 1
     stage_balance: str = "flops"
     compiled: bool = True
+    elementwise: bool = True
     refusal: Callable[[Plan], str] = lambda plan: ""
 
 
@@ -135,6 +137,7 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
         remembers=exchange.remembers,
         schedule=question.schedule,
         compiled=question.compiled,
+        elementwise=question.elementwise,
     )
     return Prediction(plan=plan, time=time, memory=memory, fits=not machine.memory or memory.size <= machine.memory)
 

@@ -15,7 +15,7 @@ from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Consecutive layers; numbers are per example if nothing else is said.
+    """Consecutive layers; numbers are per example unless stated otherwise.
 
     Attributes:
       flops: FLOPs of a forward pass.

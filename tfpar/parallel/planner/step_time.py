@@ -102,15 +102,17 @@ def _ring(size: float, devices: int, link: Link, machine: Machine) -> float:
 
 
 def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, turn: float) -> float:
-    """Returns the seconds in which passes wait for activations of other stages and their gradients."""
+    """Returns the seconds in which passes wait for activations of other stages and their gradients.
+
+    A tensor crosses the link between workers once: the devices of a stage send a part each.
+    """
     if len(replica.stages) == 1:
         return 0.0
     taken = []
     for number, stage in enumerate(replica.stages[1:], start=1):
         crosses = replica.here > 0 and number % replica.here == 0
         link = machine.between if crosses else machine.within
-        size = stage.received * (plan.mesh.model if crosses else 1)  # the devices of a stage share the link of a worker
-        taken.append(link.latency + size * examples / link.bandwidth)
+        taken.append(link.latency + stage.received * examples / link.bandwidth)
     # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
     return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
 

@@ -11,22 +11,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tfpar.collectives.group import allocate_instance_keys
 from tfpar.collectives.tensorflow import Channel, new_group
 from tfpar.config import ConfigError
-from tfpar.optim import keras_calls, keras_internals
+from tfpar.optim import keras_internals
+from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn, turns
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import held_by
 from tfpar.parallel.topology import Topology
 from tfpar.training.model.call import watch
-from tfpar.training.pipeline.graph import GraphStep, Values, run_steps
+from tfpar.training.pipeline.graph import Values
+from tfpar.training.pipeline.specs import Spec
 from tfpar.training.pipeline.stage_program import Stage
 
-import keras
 import tensorflow as tf
 
 _KEYS_OF_TRACE = 1 << 16
@@ -117,66 +117,13 @@ def crossings_of(stages: Sequence[Stage], worker: PipelineWorker, outputs: Seque
     return [*found]
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """The shape and type of a tensor of the graph before it is computed, and those of its mask, if it has one."""
-
-    tensor: tf.TensorSpec
-    mask: tf.TensorSpec | None
-
-
-def specs_of(
-    model: keras.Model, graph: Any, steps: Sequence[GraphStep], inputs: Sequence[tf.Tensor], operation_fn: Any
-) -> Mapping[int, Spec]:
-    """The specs of all tensors that steps compute, by identity. Nothing is run.
-
-    Call it at the place of a model axis, if there is one: values within divided layers have the shapes of parts.
-
-    Args:
-      model: The model.
-      graph: Its graph.
-      steps: All steps.
-      inputs: Tensors like those of a call, in the order of the graph's inputs.
-      operation_fn: Returns the callable to use in place of a layer.
-    """
-    found: dict[int, Spec] = {}
-
-    def forward(*given: tf.Tensor) -> None:
-        values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
-        scope = keras.StatelessScope()
-        scope.state_mapping.update({id(variable): zeros_like(variable) for variable in model.variables})
-        with scope, as_if_here(model):
-            run_steps(steps, values, operation_fn)
-        for each, value in values.items():
-            mask = keras_internals.mask_of(value)
-            of_mask = None if mask is None else tf.TensorSpec.from_tensor(mask)
-            found[each] = Spec(tf.TensorSpec.from_tensor(value), of_mask)
-
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
-    tf.function(forward, autograph=False).get_concrete_function(*specs)
-    return found
-
-
-def as_if_here(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """In this context each variable reports the shape that it has on a worker that holds it, because layers ask for
-    shapes."""
-    held = [(variable, held_by(variable)) for variable in model.variables]
-    return keras_calls.shapes_of_variables((variable, where.part_shape) for variable, where in held if where)
-
-
-def zeros_like(variable: keras.Variable) -> tf.Tensor:
-    """Zeros in the shape of a variable's part on a device of its holders."""
-    held = held_by(variable)
-    return tf.zeros(held.part_shape if held else variable.shape, variable.dtype)
-
-
 @dataclasses.dataclass(eq=False)
 class _Exchanged:
-    """The crossings with gradients that one micro-batch has sent and received, with their tensors; for those that it
-    has sent, also the stage."""
+    """The crossings with gradients that one micro-batch has sent and received, with their tensors, and the stages of
+    this worker that have sent or received them."""
 
     sent: list[tuple[int, Crossing, tf.Tensor, Stage]] = dataclasses.field(default_factory=list)
-    received: list[tuple[int, Crossing, tf.Tensor]] = dataclasses.field(default_factory=list)
+    received: list[tuple[int, Crossing, tf.Tensor, Stage]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -197,12 +144,17 @@ class _Pass:
 class Messages:
     """The messages of one traced function, and the order of its passes.
 
+    If the devices of a stage have a model axis, they have equal copies of most tensors that cross to another worker.
+    Each sends one part, and the receiving devices gather the parts (Narayanan et al. 2021, arXiv:2104.04473, section
+    4.1), so that the link between the workers carries a tensor once.
+
     Args:
       worker: This worker.
       crossings: From `crossings_of`.
       device: The device of this worker through which all messages pass.
       schedule: As of `turns`.
       chunks: Number of chunks on this worker.
+      axis: The model axis within this worker, if there is one.
 
     Attributes:
       worker: As given.
@@ -214,12 +166,18 @@ class Messages:
     """
 
     def __init__(
-        self, worker: PipelineWorker, crossings: Sequence[Crossing], device: str, schedule: str, chunks: int
+        self,
+        worker: PipelineWorker,
+        crossings: Sequence[Crossing],
+        device: str,
+        schedule: str,
+        chunks: int,
+        axis: ModelAxis | None = None,
     ) -> None:
         self.sent: list[tf.Tensor] = []
         self.micro_batch = 0
         self.specs: Mapping[int, Spec] = {}
-        self.worker, self.device, self.chunks, self._schedule = worker, device, chunks, schedule
+        self.worker, self.device, self.chunks, self._schedule, self._axis = worker, device, chunks, schedule, axis
         self._crossings = list(enumerate(crossings))
         self._first_key = next(_traces) * _KEYS_OF_TRACE
         self._other_keys = itertools.count(next(_traces) * _KEYS_OF_TRACE)
@@ -266,12 +224,12 @@ class Messages:
             (number, one) for number, one in self._crossings if (one.tensor, one.target) == (each, self.worker.rank)
         )
         spec = self.specs[each]
-        value = self._receive(crossing.source, number, spec.tensor, stage)
+        value = self._receive_value(crossing.source, number, spec.tensor, stage)
         if spec.mask is not None:
             mask = self._receive(crossing.source, number, spec.mask, stage, is_mask=True)
             value = keras_internals.set_mask(value, mask)
         if spec.tensor.dtype.is_floating:
-            self._of_micro_batch().received.append((number, crossing, watch(value)))
+            self._of_micro_batch().received.append((number, crossing, watch(value), stage))
         return value
 
     def send(self, values: Values, stage: Stage) -> None:
@@ -281,7 +239,7 @@ class Messages:
                 continue
             value = values[crossing.tensor]
             mask = keras_internals.mask_of(value)
-            self._send(crossing.target, number, value)
+            self._send_value(crossing.target, number, value, stage)
             if mask is not None:
                 self._send(crossing.target, number, mask, is_mask=True)
             if value.dtype.is_floating:
@@ -289,13 +247,13 @@ class Messages:
 
     def received_tensors(self) -> list[tf.Tensor]:
         """The tensors with gradients that this micro-batch has received."""
-        return [value for _, _, value in self._of_micro_batch().received]
+        return [value for _, _, value, _ in self._of_micro_batch().received]
 
     def upstream(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """The tensors that this micro-batch has sent, and their gradients, from the workers that read them."""
         sent = self._of_micro_batch().sent
         gradients = [
-            self._receive(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), stage, backward=True)
+            self._receive_value(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), stage, backward=True)
             for number, crossing, value, stage in sent
         ]
         return [value for _, _, value, _ in sent], gradients
@@ -303,8 +261,8 @@ class Messages:
     def send_back(self, gradients: Sequence[tf.Tensor]) -> None:
         """Sends the gradients of `received_tensors` back to the senders. The micro-batch is then done."""
         exchanged = self._exchanged.pop(self.micro_batch)
-        for (number, crossing, _), gradient in zip(exchanged.received, gradients, strict=True):
-            self._send(crossing.source, number, gradient, backward=True)
+        for (number, crossing, _, stage), gradient in zip(exchanged.received, gradients, strict=True):
+            self._send_value(crossing.source, number, gradient, stage, backward=True)
 
     def channel(self, source: int, target: int) -> Channel:
         """Messages from a worker to another, one of which is this one."""
@@ -325,6 +283,39 @@ class Messages:
                 "between stages, are too many for a pipeline over workers. Use fewer."
             )
         return self._first_key + key
+
+    def _receive_value(
+        self, source: int, number: int, spec: tf.TensorSpec, stage: Stage, *, backward: bool = False
+    ) -> tf.Tensor:
+        """A tensor, or its gradient, which the devices of the stage gather if each receives a part."""
+        place = self._place_of_parts(number, stage)
+        if place is None:
+            return self._receive(source, number, spec, stage, backward=backward)
+        elements = math.prod(spec.shape)
+        part = tf.TensorSpec([-(-elements // place.size)], spec.dtype)
+        own = self._receive(source, number, part, stage, backward=backward)
+        with tf.device(place.device):
+            return tf.reshape(tf.reshape(place.collect(own), [-1])[:elements], spec.shape)
+
+    def _send_value(self, target: int, number: int, value: tf.Tensor, stage: Stage, *, backward: bool = False) -> None:
+        """Sends a tensor, or its gradient: only this device's part if all devices of the stage have the same."""
+        place = self._place_of_parts(number, stage)
+        if place is not None:
+            elements = math.prod(value.shape)
+            size = -(-elements // place.size)
+            with tf.device(place.device):
+                flat = tf.pad(tf.reshape(value, [-1]), [[0, size * place.size - elements]])
+                value = flat[place.rank * size : (place.rank + 1) * size]
+        self._send(target, number, value, backward=backward)
+
+    def _place_of_parts(self, number: int, stage: Stage) -> Place | None:
+        """This device on the model axis, if the devices of a stage send or receive parts of a crossing tensor; None
+        if each sends or receives its own tensor."""
+        spec = self.specs[dict(self._crossings)[number].tensor]
+        if self._axis is None or not (spec.whole and spec.tensor.dtype.is_floating):
+            return None
+        with self._axis.on_own_device(stage.place % self.worker.places) as place:
+            return place
 
     def _receive(
         self,

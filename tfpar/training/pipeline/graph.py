@@ -29,6 +29,7 @@ class GraphStep:
       operation: The layer or operation; None for a change of names.
       reads: Identities of the tensors that it reads.
       makes: Identities of the tensors that it computes.
+      shapes: Their shapes, with None for a dimension that depends on the batch.
       run: `(values, operation_fn) -> made`, values in the order of `makes`.
     """
 
@@ -36,6 +37,7 @@ class GraphStep:
     operation: Any
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    shapes: tuple[tuple[int | None, ...], ...]
     run: Callable[[Values, Callable[[Any], Any]], Sequence[Any]]
 
     @property
@@ -94,7 +96,7 @@ def _call(node: Any) -> GraphStep:
         return tf.nest.flatten(operation_fn(node.operation)(*args, **kwargs))
 
     name = getattr(node.operation, "path", "") or node.operation.name
-    return GraphStep(name, node.operation, _ids(node.input_tensors), _ids(node.outputs), run)
+    return _step(name, node.operation, node.input_tensors, node.outputs, run)
 
 
 def _enter(node: Any, inner: Any) -> GraphStep:
@@ -103,14 +105,19 @@ def _enter(node: Any, inner: Any) -> GraphStep:
         given = args[0] if args else kwargs["inputs"]
         return keras_calls.standard_inputs(inner, given)
 
-    return GraphStep(inner.name, None, _ids(node.input_tensors), _ids(inner.inputs), run)
+    return _step(inner.name, None, node.input_tensors, inner.inputs, run)
 
 
 def _leave(node: Any, inner: Any) -> GraphStep:
     def run(values: Values, _: Any) -> Sequence[Any]:
         return [values[id(tensor)] for tensor in inner.outputs]
 
-    return GraphStep(inner.name, None, _ids(inner.outputs), _ids(node.outputs), run)
+    return _step(inner.name, None, inner.outputs, node.outputs, run)
+
+
+def _step(name: str, operation: Any, reads: Sequence[Any], makes: Sequence[Any], run: Any) -> GraphStep:
+    shapes = tuple(tuple(tensor.shape) for tensor in makes)
+    return GraphStep(name, operation, _ids(reads), _ids(makes), shapes, run)
 
 
 def _ids(tensors: Iterable[Any]) -> tuple[int, ...]:

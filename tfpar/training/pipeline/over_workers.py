@@ -17,8 +17,9 @@ from tfpar.training import sidecar
 from tfpar.training.model.call import call_model, depends_on
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, Tensors
-from tfpar.training.pipeline.between_workers import PipelineWorker, as_if_here, zeros_like
+from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.shared_weights import sum_of_holders
+from tfpar.training.pipeline.specs import as_if_here, zeros_like
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.pipeline.step import PipelineCore, PipelineStep
 from tfpar.training.seeds import fold_in

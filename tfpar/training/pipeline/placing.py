@@ -132,7 +132,7 @@ class PipelinePlacing(Placing):
         return COLLECTIVES_WITHIN if self._axis else ""
 
     @property
-    def updates_on_one_device(self) -> bool:
+    def can_compile_update(self) -> bool:
         """See `Placing`."""
         return self._devices.places == 1
 

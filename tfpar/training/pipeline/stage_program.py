@@ -36,6 +36,11 @@ class Stage:
     given: Sequence[int]
     made: Sequence[int]
 
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables of its layers."""
+        return [variable for step in self.steps for variable in step.variables]
+
 
 def stages_of(graph: Any, steps: Sequence[GraphStep], cuts: Sequence[int], places: int) -> list[Stage]:
     """The stages into which cuts divide a graph.

@@ -21,8 +21,9 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.cuts import micro_batches_in_flight
 from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD
-from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of, specs_of
+from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of
 from tfpar.training.pipeline.graph import Values
+from tfpar.training.pipeline.specs import specs_of
 from tfpar.training.pipeline.stage_program import Stage, StageProgram
 
 import keras
@@ -48,6 +49,25 @@ class Trace:
     programs: dict[tuple[int, bool], StageProgram] = dataclasses.field(default_factory=dict)
     messages: Messages | None = None
     has_outputs: bool = True
+
+    def waits_for(self, sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+        """Lets what waits for the backward pass of the last micro-batch also wait until its gradients are added up.
+
+        A thread of TensorFlow takes the newest work first. Additions would be left until the end of the step, and the
+        gradients of all micro-batches kept until then.
+
+        Args:
+          sums: The accumulated gradients.
+          variables: Their variables. A variable of several stages belongs to the first, whose backward pass is last.
+        """
+        stages = {program.stage.number: program.stage for program in self.programs.values()}
+        owners = {id(each): number for number in sorted(self.done, reverse=True) for each in stages[number].variables}
+        for number, done in self.done.items():
+            of_stage = zip(sums, variables, strict=True)
+            added = tf.group(*(total for total, variable in of_stage if owners.get(id(variable)) == number))
+            done[-1] = tf.group(done[-1], added)
+            if self.messages:
+                self.messages.ends(BACKWARD, stages[number], added)
 
     def messages_of_worker(self) -> Messages:
         """`messages` of a pipeline over several workers."""
@@ -103,7 +123,8 @@ class Pipeline:
         trace = Trace(self.devices.of_own_replica())
         if self.worker:
             chunks = len(self.stages) // (self.devices.places * self.worker.peers.size)
-            trace.messages = Messages(self.worker, self._crossings, self.devices.host, self.schedule, chunks)
+            options = self.devices.host, self.schedule, chunks, self.axis
+            trace.messages = Messages(self.worker, self._crossings, *options)
             trace.has_outputs = self.worker.is_last
         before, _current.trace = _current.trace, trace
         try:
@@ -211,7 +232,11 @@ class Pipeline:
             return program(given)
 
         @tf.custom_gradient
-        def stage(*floats: tf.Tensor) -> Any:
+        def stage(*watched: tf.Tensor) -> Any:
+            # The tape of the whole pass must not see this call. With two tapes, TensorFlow 2.21 prepares gradients of
+            # gradients (`_HigherOrderTapeGradientFunctions`): the stage would also return its weights, an XLA program
+            # copies of them, and the backward pass would add zeros of their size to their gradients.
+            floats = [*map(tf.stop_gradient, watched)]
             tape = tf.GradientTape(watch_accessed_variables=False)
             with tf.control_dependencies(waits), contextlib.nullcontext() if self._recompute else tape:
                 if not self._recompute:

@@ -42,6 +42,8 @@ class PipelineCore(Core):
         # Without this dependency TensorFlow would keep the gradients of all micro-batches, and add them at the end.
         with tf.control_dependencies([total.loss]):
             gradients = [*map(functools.partial(_beside, tf.add), total.gradients, sums.gradients)]
+        if (trace := current_trace()) is not None:
+            trace.waits_for(gradients, self.model.trainable_variables)
         others = (each._replace(gradients=[]) for each in (total, sums))
         return super().added(*others)._replace(gradients=gradients)
 

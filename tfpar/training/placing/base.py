@@ -145,8 +145,9 @@ class Placing:
         return ""
 
     @property
-    def updates_on_one_device(self) -> bool:
-        """Whether all variables of a replica, or of its part in this process, are on one device."""
+    def can_compile_update(self) -> bool:
+        """Whether XLA can compile the optimizer's update: not if a replica has variables on several devices of this
+        process."""
         return True
 
 

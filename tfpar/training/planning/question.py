@@ -62,6 +62,7 @@ def question_of(
         stages_per_device=strategy.stages_per_device,
         stage_balance=strategy.stage_balance,
         compiled=facts.compiled,
+        elementwise=facts.elementwise,
         refusal=_refusals(config, facts, machine, keeps_exchange=keeps_exchange),
     )
 

@@ -201,7 +201,7 @@ class OwnShare:
 
     @property
     def xla_obstacle(self) -> str:
-        """Why XLA cannot compile the step; empty where it can."""
+        """Why XLA cannot compile the passes; empty where it can."""
         if not self.scatters:
             return ""
         return "--shard=gradients sends gradients as they are computed, and an XLA program returns all of them at once"

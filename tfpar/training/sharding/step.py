@@ -12,8 +12,8 @@ from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compiled
 from tfpar.training.objective import LocalSums, Tensors
-from tfpar.training.reduced import Reduced, should_apply
 from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
+from tfpar.training.sidecar import Reduced, should_apply
 from tfpar.training.step import TrainStep
 
 import tensorflow as tf
@@ -105,10 +105,10 @@ class ShardedStep(TrainStep):
         others = [replica.first(self.core.model.trainable_variables[index]) for index in whole]
         if not owner.variables and not others:
             return []
-        elsewhere = [slot for slot in _slots(owner) if not _is_on(owner.device, slot)]
-        values, state = ([variable.read_value() for variable in variables] for variables in (others, elsewhere))
+        common = [replica.first(variable) for variable in owner.common_variables().values()]
+        values, state = ([variable.read_value() for variable in variables] for variables in (others, common))
         new, state = self._share_updates[id(owner)](gradients, values, list(whole.values()), state, factor, rate)
-        with tf.control_dependencies(replica.assign(elsewhere, state)):
+        with tf.control_dependencies(replica.assign(common, state)):
             return [tf.identity(value) for value in new]
 
     def _update_variables(
@@ -117,15 +117,23 @@ class ShardedStep(TrainStep):
         gradients: Tensors,
         others: Tensors,
         gradients_of_others: Tensors,
-        elsewhere: Tensors,
+        common: Tensors,
         factor: tf.Tensor,
         rate: tf.Tensor,
     ) -> tuple[Tensors, Tensors]:
-        """Updates the variables on a replica's device in place, see `_update_replica`; also returns the new values of
-        the optimizer's variables on other devices, such as its count of steps."""
-        pieces, slots = [replica.first(variable) for variable in owner.variables], _slots(owner)
-        here = [_is_on(owner.device, slot) for slot in slots]
-        given = iter(elsewhere)
+        """Updates the pieces of one replica, and their slots, in place; see `_update_replica`.
+
+        The other variables of the optimizer, which are small, may be on another device, whose variables no XLA program
+        can change: `common` has their values.
+
+        Returns:
+          New values of the pieces and of `others`, and those of `common`.
+        """
+        pieces = [replica.first(variable) for variable in owner.variables]
+        slots = [replica.first(variable) for variable in owner.optimizer.variables]
+        elsewhere = {id(variable) for variable in owner.common_variables().values()}
+        here = [id(variable) not in elsewhere for variable in owner.optimizer.variables]
+        given = iter(common)
         state = [slot.read_value() if is_here else next(given) for slot, is_here in zip(slots, here, strict=True)]
         params = [piece.read_value() for piece in pieces]
         gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(gradients, pieces, strict=True)]
@@ -175,14 +183,6 @@ class ScatteringStep(ShardedStep):
     def _own_norm(self, gradients: Scattered) -> tf.Tensor:
         norm = self._norm([*gradients.shards, *gradients.whole])
         return tf.where(gradients.finite, norm, float("nan"))  # a codec may have turned NaN into numbers
-
-
-def _slots(owner: ReplicaShare) -> list[tf.Variable]:
-    return [replica.first(variable) for variable in owner.optimizer.variables]
-
-
-def _is_on(device: str, variable: tf.Variable) -> bool:
-    return bool(tf.DeviceSpec.from_string(variable.device) == tf.DeviceSpec.from_string(device))
 
 
 def sharded_step(share: OwnShare) -> Callable[..., ShardedStep]:

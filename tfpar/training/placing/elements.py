@@ -28,7 +28,7 @@ def elements_on_devices(
       strategy: Its strategy.
       shorten: Removes the padding of a dataset's elements, where the model needs that.
       start: The first step.
-      several: Whether a replica has several devices.
+      several: Whether parts of replicas have devices of their own, see `Placing.several`.
 
     Returns:
       A dataset, or a distributed dataset.
