@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`--jit_compile=auto` chooses XLA only in tests that are marked `xla` or `proof`, and in other processes."""
     chooses = item.get_closest_marker("xla") or item.get_closest_marker("proof")
-    update = property(lambda program: program.jit_compile and program.placing.can_compile_update)
-    without = {"xla_disabled_reason": WITHOUT_XLA, "compiles_update": update}
+    update = CHOOSES_XLA["compiles_update"]
+    of_passes = property(lambda program: program.jit_compile and update.fget(program))
+    without = {"xla_disabled_reason": WITHOUT_XLA, "compiles_update": of_passes}
     for name, chosen in (CHOOSES_XLA if chooses else without).items():
         setattr(Program, name, chosen)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 
 import tfpar
-from tests.graphs import zeros_for_calls
+from tests.graphs import ancestors, zeros_for_calls
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
@@ -17,10 +17,12 @@ from tfpar.parallel.split import whole_elements
 from tfpar.training.pipeline.graph import steps_of
 from tfpar.training.pipeline.placing import PipelinePlacing
 from tfpar.training.pipeline.stage_program import stages_of
+from tfpar.training.pipeline.step import PipelineCore
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,53 @@ def test_calls_of_stages_take_no_zeros():
     ((_, step),) = trainer.program._steps
     (function,) = step.run._list_all_concrete_functions()
     assert zeros_for_calls(function) == []
+
+
+def test_a_later_pass_waits_until_the_gradients_before_it_are_added(monkeypatch):
+    """The last stage has one micro-batch at a time: the gradients of the third need the sums of the first two."""
+    added, found = PipelineCore.added, []
+
+    def recorded(core, total, sums):
+        result = added(core, total, sums)
+        found.append((sums.gradients[-2].op, result.gradients[-2].op))
+        return result
+
+    monkeypatch.setattr(PipelineCore, "added", recorded)
+    divided.here("mirrored", "pipeline:2", steps=1, accumulate_steps=4)
+    (_, first_sum), (second_gradient, _), *_ = found
+    assert first_sum in ancestors(second_gradient)
+
+
+def test_stages_without_anything_to_train():
+    """Nothing before them learns, so they have no backward pass."""
+    options = {"trainable": "/(fourth|last)/", "accumulate_steps": 2, "steps": 6}
+    assert_as_alone(divided.here("mirrored", "pipeline:2", **options), "dense", **options)
+
+
+class Penalised(keras.Model):
+    """Its loss has a penalty on the gradient of its outputs."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        del sample_weight
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = self(x, training=training)
+        slope = tape.gradient(outputs, x)
+        return tf.reduce_mean(tf.square(y_pred - tf.cast(y, tf.float32)[:, None])) + tf.reduce_mean(tf.square(slope))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"mesh": "pipeline:2"}, "--mesh"), ({"jit_segments": 2, "jit_compile": True}, "--jit_segments")],
+)
+def test_a_gradient_within_the_loss_is_refused(options, named):
+    def build() -> keras.Model:
+        inputs = keras.Input((12,))
+        return Penalised(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "tanh")(inputs)))
+
+    trainer = tfpar.Trainer(build, keras.optimizers.SGD(0.1), global_batch_size=8, devices=2, verbose=0, **options)
+    with pytest.raises(ConfigError, match=f"{named}.*: the loss contains a gradient of the model"):
+        trainer.fit(*divided.data("dense"), steps=1)
 
 
 def test_replicas_of_one_process():

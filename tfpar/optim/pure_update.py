@@ -63,7 +63,7 @@ def pure_apply(
         _keys=keys,
         _beside=beside,
         _factor=factor,
-        _group_bytes=group_bytes if _updates_each_alone(optimizer) else 0,
+        _group_bytes=group_bytes if updates_each_alone(optimizer) else 0,
     )
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
     # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
@@ -98,7 +98,7 @@ def _check_arguments(
     check_optimizer(optimizer)
 
 
-def _updates_each_alone(optimizer: keras.optimizers.Optimizer) -> bool:
+def updates_each_alone(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the update of a weight reads nothing of the others."""
     clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     return type(optimizer) in ELEMENTWISE and not clips

@@ -283,6 +283,16 @@ class Place:
 
 
 @contextlib.contextmanager
+def at_no_place() -> Iterator[None]:
+    """Returns a context in which this thread traces layers with whole weights, as outside of an axis."""
+    before, _current.place = _current.place, None
+    try:
+        yield
+    finally:
+        _current.place = before
+
+
+@contextlib.contextmanager
 def at_place(place: Place) -> Iterator[Place]:
     """Returns a context in which the operations that this thread traces belong to the program of a device."""
     before, _current.place = _current.place, place

@@ -149,10 +149,16 @@ def test_messages_go_there_and_back():
 
 
 def test_devices_that_divide_a_stage_send_a_tensor_once_over_the_link_of_their_worker():
-    """Each sends a part; what they sum stays within the worker."""
+    """Each sends a part, and the receivers gather the parts, 8 MB from each; what they sum stays within the worker."""
+    machine = on(2, 2, within=Link(1e-3, 1e30), between=Link(0.0, 1e9))
+    time = predict_plan(question(machine), plan(pipeline=2, model=2)).time
+    assert time.messages == pytest.approx(2 * (16e6 / 1e9 + 1e-3))
+    machine = on(2, 2, within=Link(0.0, 1e10), between=Link(0.0, 1e9))
+    assert predict_plan(question(machine), plan(pipeline=2, model=2)).time.messages == pytest.approx(
+        2 * (16e6 / 1e9 + 8e6 / 1e10)
+    )
     machine = on(2, 2, within=Link(0.0, 1e30), between=Link(0.0, 1e9))
     time = predict_plan(question(machine), plan(pipeline=2, model=2)).time
-    assert time.messages == pytest.approx(2 * 16e6 / 1e9)
     assert time.sums == pytest.approx(0.0, abs=1e-6)
 
 
@@ -198,10 +204,10 @@ def test_memory_by_hand(wanted, part):
         (plan(data=2, shard="optimizer"), {}, 32),  # the new weights
         (plan(data=2, shard="weights"), {}, 16),
         # New values of weights and state, and three intermediate results, of the five weights that exceed 16 MiB ...
-        (plan(data=2), {"compiled": False}, 32 + 6 * 20),
+        (plan(data=2), {"compiles_update": False}, 32 + 6 * 20),
         # ... of all 16 MB that a device has; an XLA program cannot change variables of two devices
         (plan(pipeline=2), {}, 16 + 6 * 16),
-        (plan(data=2), {"compiled": False, "elementwise": False}, 32 + 6 * 32),
+        (plan(data=2), {"compiles_update": False, "in_groups": False}, 32 + 6 * 32),
     ],
 )
 def test_the_update_needs_more_than_weights_and_state(wanted, options, update):
@@ -221,7 +227,7 @@ def test_activations_are_freed_before_the_update():
 
 
 def test_only_the_sums_of_micro_batches_are_left_for_the_update():
-    memory = predict_plan(question(on(2), compiled=False), plan(data=2, micro_batches=8)).memory
+    memory = predict_plan(question(on(2), compiles_update=False), plan(data=2, micro_batches=8)).memory
     assert memory.accumulated == memory.gradients == 32 * MB
     assert memory.update > memory.accumulated + memory.activations
     assert memory.size == memory.lasting + memory.gradients + memory.update

@@ -22,6 +22,8 @@ from tfpar.training.planning.question import question_of
 import keras
 import pytest
 
+FLAGS = {"elementwise": True, "in_groups": True, "compiled": False, "compiles_update": True}
+
 GRAPHS = ("language_model", "resnet", "branches")
 
 
@@ -96,7 +98,7 @@ def test_what_cannot_be_divided_is_named():
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_facts_travel_between_processes(counted, name):
-    facts = Facts(costs=counted[name][1], state_per_weight=8, elementwise=True, compiled=False)
+    facts = Facts(costs=counted[name][1], state_per_weight=8, **FLAGS)
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
     measured = dataclasses.replace(facts, measured=Measured(1e9, 1e-3))
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(measured)))) == measured
@@ -111,7 +113,7 @@ def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, opt
     options = {"optimizer": "adamw", **options}
     trainer = divided.here("mirrored", mesh, devices, model="language_model", steps=1, **options)
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options, "mesh": mesh})
-    facts = Facts(costs=counted["language_model"][1], state_per_weight=8, elementwise=True, compiled=False)
+    facts = Facts(costs=counted["language_model"][1], state_per_weight=8, **FLAGS)
     plan = Plan(
         mesh=parse_mesh(mesh, workers=1, devices=devices),
         micro_batches=config.train.accumulate_steps,

@@ -36,7 +36,8 @@ def memory_of(
     remembers: bool = False,
     schedule: str = "1f1b",
     compiled: bool = True,
-    elementwise: bool = True,
+    compiles_update: bool = True,
+    in_groups: bool = True,
 ) -> Memory:
     """Predicts the memory of the device of a replica that needs the most.
 
@@ -48,14 +49,15 @@ def memory_of(
       state_per_weight: Bytes of the optimizer's state per float32 weight.
       remembers: Whether the exchange has residuals.
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
-      compiled: Whether XLA compiles passes and update where it can.
-      elementwise: Whether weights can be updated group by group.
+      compiled: Whether XLA compiles passes where it can.
+      compiles_update: Whether XLA compiles the update where it can.
+      in_groups: Whether weights are updated group by group without XLA.
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
     compiles_passes = compiled and plan.mesh.model == 1 and plan.shard in ("none", "optimizer")
     fused = machine.fused if compiles_passes else 1.0
-    # Only variables on a single device are updated by a program, see `Placing.can_compile_update`.
-    in_place = compiled and (replica.devices == 1 or replica.here == 1)
+    # Not if one process has the devices of several stages, see `Placing.can_compile_update`.
+    in_place = compiles_update and (replica.devices == 1 or replica.here == 1)
     copies = 0 if in_place else 1 + state_per_weight // 4 + _INTERMEDIATE
     found = []
     for device in range(replica.devices):
@@ -66,7 +68,7 @@ def memory_of(
             Memory(
                 **lasting,
                 activations=activations + _gathered(replica, device, plan),
-                update=_update(weights, plan, copies, elementwise=elementwise),
+                update=_update(weights, plan, copies, in_groups=in_groups),
                 one_program=compiles_passes and plan.mesh.devices == 1,
             )
         )
@@ -100,23 +102,26 @@ def _gathered(replica: Replica, device: int, plan: Plan) -> int:
     return 2 * max(stage.largest_weights for stage in replica.of_device(device))
 
 
-def _update(weights: Sequence[Weight], plan: Plan, copies: int, *, elementwise: bool) -> int:
+def _update(weights: Sequence[Weight], plan: Plan, copies: int, *, in_groups: bool) -> int:
     """Returns the bytes that the update of a device's weights needs.
 
     Args:
       weights: The weights.
       plan: The plan.
       copies: Tensors of the size of a group of weights that exist at once; 0 if an XLA program updates in place.
-      elementwise: Whether there are groups.
+      in_groups: Whether there are groups.
     """
     sizes = [weight.size for weight in weights if weight.trainable]
     own = [size // plan.mesh.data if plan.shard in _OWN_STATE else size for size in sizes]
     kept = sum(own if plan.shard == "weights" else sizes)
-    return kept + copies * (_largest_group(own) if elementwise else sum(own))
+    return kept + copies * (_largest_group(own) if in_groups else sum(own))
 
 
 def _largest_group(sizes: Sequence[int]) -> int:
-    """Returns the bytes of the largest group of weights of these sizes, made as `PureUpdate.view_update` does."""
+    """Returns the bytes of the largest group of weights of these sizes.
+
+    Groups are made as `PureUpdate.view_update` does, which in a pipeline within a process mixes weights of all devices.
+    """
     largest = group = 0
     for size in sizes:
         group = (0 if group >= UPDATE_GROUP_BYTES else group) + size

@@ -38,8 +38,9 @@ class Question:
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
       stages_per_device: Number of stages per device of a pipeline.
       stage_balance: The quantity that stages share equally, a value of `--stage_balance`.
-      compiled: Whether XLA compiles passes and update where it can.
-      elementwise: Whether the optimizer updates every element independently of the others.
+      compiled: Whether XLA compiles passes where it can.
+      compiles_update: Whether XLA compiles the update where it can.
+      in_groups: Whether the optimizer updates weights in groups without XLA.
       refusal: Returns the reason why a plan cannot be carried out; an empty string if it can.
     """
 
@@ -56,7 +57,8 @@ class Question:
     stages_per_device: int = 1
     stage_balance: str = "flops"
     compiled: bool = True
-    elementwise: bool = True
+    compiles_update: bool = True
+    in_groups: bool = True
     refusal: Callable[[Plan], str] = lambda plan: ""
 
 
@@ -137,7 +139,8 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
         remembers=exchange.remembers,
         schedule=question.schedule,
         compiled=question.compiled,
-        elementwise=question.elementwise,
+        compiles_update=question.compiles_update,
+        in_groups=question.in_groups,
     )
     return Prediction(plan=plan, time=time, memory=memory, fits=not machine.memory or memory.size <= machine.memory)
 

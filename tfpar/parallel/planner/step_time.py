@@ -104,7 +104,7 @@ def _ring(size: float, devices: int, link: Link, machine: Machine) -> float:
 def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, turn: float) -> float:
     """Returns the seconds in which passes wait for activations of other stages and their gradients.
 
-    A tensor crosses the link between workers once: the devices of a stage send a part each.
+    A tensor crosses the link between workers once: the devices of a stage send a part each, and gather the parts.
     """
     if len(replica.stages) == 1:
         return 0.0
@@ -112,7 +112,11 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
     for number, stage in enumerate(replica.stages[1:], start=1):
         crosses = replica.here > 0 and number % replica.here == 0
         link = machine.between if crosses else machine.within
-        taken.append(link.latency + stage.received * examples / link.bandwidth)
+        seconds = link.latency + stage.received * examples / link.bandwidth
+        if crosses and plan.mesh.model > 1:
+            part = stage.received * examples / plan.mesh.model
+            seconds += (plan.mesh.model - 1) * (machine.within.latency + part / machine.within.bandwidth)
+        taken.append(seconds)
     # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
     return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
 

@@ -178,7 +178,7 @@ class Messages:
         self.micro_batch = 0
         self.specs: Mapping[int, Spec] = {}
         self.worker, self.device, self.chunks, self._schedule, self._axis = worker, device, chunks, schedule, axis
-        self._crossings = list(enumerate(crossings))
+        self._crossings = list(crossings)
         self._first_key = next(_traces) * _KEYS_OF_TRACE
         self._other_keys = itertools.count(next(_traces) * _KEYS_OF_TRACE)
         self._passes: dict[Turn, _Pass] = {}
@@ -221,10 +221,12 @@ class Messages:
     def receive(self, each: int, stage: Stage) -> tf.Tensor:
         """A tensor of the graph from another worker, for a stage, with its mask; a leaf of an open tape."""
         number, crossing = next(
-            (number, one) for number, one in self._crossings if (one.tensor, one.target) == (each, self.worker.rank)
+            (number, one)
+            for number, one in enumerate(self._crossings)
+            if (one.tensor, one.target) == (each, self.worker.rank)
         )
         spec = self.specs[each]
-        value = self._receive_value(crossing.source, number, spec.tensor, stage)
+        value = self._receive_value(crossing.source, number, stage)
         if spec.mask is not None:
             mask = self._receive(crossing.source, number, spec.mask, stage, is_mask=True)
             value = keras_internals.set_mask(value, mask)
@@ -234,7 +236,7 @@ class Messages:
 
     def send(self, values: Values, stage: Stage) -> None:
         """Sends the outputs of a stage to the workers that read them."""
-        for number, crossing in self._crossings:
+        for number, crossing in enumerate(self._crossings):
             if crossing.source != self.worker.rank or crossing.tensor not in stage.made:
                 continue
             value = values[crossing.tensor]
@@ -253,8 +255,7 @@ class Messages:
         """The tensors that this micro-batch has sent, and their gradients, from the workers that read them."""
         sent = self._of_micro_batch().sent
         gradients = [
-            self._receive_value(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), stage, backward=True)
-            for number, crossing, value, stage in sent
+            self._receive_value(crossing.target, number, stage, backward=True) for number, crossing, _, stage in sent
         ]
         return [value for _, _, value, _ in sent], gradients
 
@@ -284,34 +285,33 @@ class Messages:
             )
         return self._first_key + key
 
-    def _receive_value(
-        self, source: int, number: int, spec: tf.TensorSpec, stage: Stage, *, backward: bool = False
-    ) -> tf.Tensor:
+    def _receive_value(self, source: int, number: int, stage: Stage, *, backward: bool = False) -> tf.Tensor:
         """A tensor, or its gradient, which the devices of the stage gather if each receives a part."""
-        place = self._place_of_parts(number, stage)
+        spec, place = self.specs[self._crossings[number].tensor].tensor, self._place_of_parts(number, stage)
         if place is None:
             return self._receive(source, number, spec, stage, backward=backward)
         elements = math.prod(spec.shape)
         part = tf.TensorSpec([-(-elements // place.size)], spec.dtype)
         own = self._receive(source, number, part, stage, backward=backward)
-        with tf.device(place.device):
+        with tf.control_dependencies(None), tf.device(place.device):  # as soon as all have their parts
             return tf.reshape(tf.reshape(place.collect(own), [-1])[:elements], spec.shape)
 
     def _send_value(self, target: int, number: int, value: tf.Tensor, stage: Stage, *, backward: bool = False) -> None:
         """Sends a tensor, or its gradient: only this device's part if all devices of the stage have the same."""
         place = self._place_of_parts(number, stage)
         if place is not None:
-            elements = math.prod(value.shape)
+            elements = math.prod(self.specs[self._crossings[number].tensor].tensor.shape)
             size = -(-elements // place.size)
             with tf.device(place.device):
-                flat = tf.pad(tf.reshape(value, [-1]), [[0, size * place.size - elements]])
-                value = flat[place.rank * size : (place.rank + 1) * size]
+                value = tf.reshape(value, [elements])[place.rank * size : (place.rank + 1) * size]
+                missing = max(0, min(size, (place.rank + 1) * size - elements))
+                value = tf.pad(value, [[0, missing]]) if missing else value
         self._send(target, number, value, backward=backward)
 
     def _place_of_parts(self, number: int, stage: Stage) -> Place | None:
         """This device on the model axis, if the devices of a stage send or receive parts of a crossing tensor; None
         if each sends or receives its own tensor."""
-        spec = self.specs[dict(self._crossings)[number].tensor]
+        spec = self.specs[self._crossings[number].tensor]
         if self._axis is None or not (spec.whole and spec.tensor.dtype.is_floating):
             return None
         with self._axis.on_own_device(stage.place % self.worker.places) as place:

@@ -29,7 +29,6 @@ class GraphStep:
       operation: The layer or operation; None for a change of names.
       reads: Identities of the tensors that it reads.
       makes: Identities of the tensors that it computes.
-      shapes: Their shapes, with None for a dimension that depends on the batch.
       run: `(values, operation_fn) -> made`, values in the order of `makes`.
     """
 
@@ -37,7 +36,6 @@ class GraphStep:
     operation: Any
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    shapes: tuple[tuple[int | None, ...], ...]
     run: Callable[[Values, Callable[[Any], Any]], Sequence[Any]]
 
     @property
@@ -116,8 +114,7 @@ def _leave(node: Any, inner: Any) -> GraphStep:
 
 
 def _step(name: str, operation: Any, reads: Sequence[Any], makes: Sequence[Any], run: Any) -> GraphStep:
-    shapes = tuple(tuple(tensor.shape) for tensor in makes)
-    return GraphStep(name, operation, _ids(reads), _ids(makes), shapes, run)
+    return GraphStep(name, operation, _ids(reads), _ids(makes), run)
 
 
 def _ids(tensors: Iterable[Any]) -> tuple[int, ...]:

@@ -66,6 +66,11 @@ def stages_of(graph: Any, steps: Sequence[GraphStep], cuts: Sequence[int], place
     return stages
 
 
+def way_out(option: str) -> str:
+    """What to do if stages, which an option asks for, cannot be had."""
+    return "Use --mesh=data:... alone." if option == "--mesh" else "Leave it out."
+
+
 class StageProgram:
     """A stage as a function of tensors, which is traced once in a function.
 
@@ -90,7 +95,7 @@ class StageProgram:
     ) -> None:
         self.stage = stage
         self._option = option
-        self._way_out = "Use --mesh=data:... alone." if option == "--mesh" else "Leave it out."
+        self._way_out = way_out(option)
         self._model, self._operation_fn = model, operation_fn
         self._learning = {id(variable) for variable in model.trainable_variables}
         self._variables: list[keras.Variable] | None = None

@@ -24,7 +24,7 @@ from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD
 from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of
 from tfpar.training.pipeline.graph import Values
 from tfpar.training.pipeline.specs import specs_of
-from tfpar.training.pipeline.stage_program import Stage, StageProgram
+from tfpar.training.pipeline.stage_program import Stage, StageProgram, way_out
 
 import keras
 import tensorflow as tf
@@ -50,11 +50,11 @@ class Trace:
     messages: Messages | None = None
     has_outputs: bool = True
 
-    def waits_for(self, sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
-        """Lets what waits for the backward pass of the last micro-batch also wait until its gradients are added up.
+    def complete_backward_with(self, sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+        """Makes the backward passes that were traced last end only when their gradients are added to the sums.
 
-        A thread of TensorFlow takes the newest work first. Additions would be left until the end of the step, and the
-        gradients of all micro-batches kept until then.
+        Later passes wait for their end. Otherwise the threads of TensorFlow may start them first, and leave the
+        additions, and with them the gradients of several micro-batches, for later.
 
         Args:
           sums: The accumulated gradients.
@@ -63,6 +63,8 @@ class Trace:
         stages = {program.stage.number: program.stage for program in self.programs.values()}
         owners = {id(each): number for number in sorted(self.done, reverse=True) for each in stages[number].variables}
         for number, done in self.done.items():
+            if not done:  # nothing before this stage learns
+                continue
             of_stage = zip(sums, variables, strict=True)
             added = tf.group(*(total for total, variable in of_stage if owners.get(id(variable)) == number))
             done[-1] = tf.group(done[-1], added)
@@ -148,8 +150,7 @@ class Pipeline:
         messages = trace.messages
         if messages and not messages.specs:
             steps = [step for stage in self.stages for step in stage.steps]
-            with self.on_no_device():
-                messages.specs = specs_of(self._model, graph, steps, given, operation_fn)
+            messages.specs = specs_of(self._model, graph, steps, given, operation_fn, self.axis)
         for stage in self.stages:
             if messages and self.worker and not self.worker.has(stage):
                 continue
@@ -261,12 +262,40 @@ class Pipeline:
                     done.append(tf.group(*gradients))
                 if trace.messages:
                     trace.messages.ends(BACKWARD, program.stage, done[-1])
-                return gradients
+                return self._not_differentiable(watched, gradients)
 
             return outputs, backward
 
         found = iter(stage(*(tensors[place] for place in learning)))
         return [next(found) if result.dtype.is_floating else result for result in every]
+
+    def _not_differentiable(self, sources: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradients, which refuse to be differentiated: a tape around a gradient would see nothing of the stage,
+        and take second derivatives for zero.
+
+        Args:
+          sources: What they are gradients of.
+          gradients: The gradients.
+
+        Raises:
+          ConfigError: Later, if a tape differentiates the result.
+        """
+
+        @tf.custom_gradient
+        def final(*tensors: tf.Tensor) -> Any:
+            def refuse(*_: Any) -> Any:
+                raise ConfigError(
+                    f"{self._option}: the loss contains a gradient of the model, such as a penalty, which cannot be "
+                    f"differentiated through stages. {way_out(self._option)}"
+                )
+
+            return [tf.identity(tensor) for tensor in tensors[len(sources) :]], refuse
+
+        dense = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
+        found = list(gradients)  # the others are rows of tables
+        for place, gradient in zip(dense, final(*sources, *(gradients[place] for place in dense)), strict=True):
+            found[place] = gradient
+        return found
 
 
 def _in_pass(trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:

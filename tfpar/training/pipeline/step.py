@@ -43,7 +43,7 @@ class PipelineCore(Core):
         with tf.control_dependencies([total.loss]):
             gradients = [*map(functools.partial(_beside, tf.add), total.gradients, sums.gradients)]
         if (trace := current_trace()) is not None:
-            trace.waits_for(gradients, self.model.trainable_variables)
+            trace.complete_backward_with(gradients, self.model.trainable_variables)
         others = (each._replace(gradients=[]) for each in (total, sums))
         return super().added(*others)._replace(gradients=gradients)
 

@@ -17,12 +17,15 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfpar import models, precision
+from tfpar import precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.placing.base import known_summary
 from tfpar.training.planning.counting import count_model
 from tfpar.training.planning.measuring import Measured, measure_passes
 
@@ -42,14 +45,18 @@ class Facts:
       costs: Costs of the model's layers.
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
       elementwise: Whether the optimizer updates every element independently of the others.
+      in_groups: Whether it updates weights in groups without XLA.
       compiled: Whether XLA compiles passes.
+      compiles_update: Whether XLA compiles the update.
       measured: Measured times of passes; None if they were not requested.
     """
 
     costs: ModelCosts
     state_per_weight: int
     elementwise: bool
+    in_groups: bool
     compiled: bool
+    compiles_update: bool
     measured: Measured | None = None
 
     @classmethod
@@ -127,7 +134,7 @@ def _facts(
     if not isinstance(model, keras.Model) or not model.built:
         raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
     costs = count_model(model, sizes, layout, length=config.input.sequence_length)
-    compiled = _compiles(model, config)
+    compiled, compiles_update = _compiled(model, config)
     measured = measure_passes(model, costs, most_examples, compiled=compiled) if most_examples else None
     created = spec.create(config)
     probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
@@ -137,16 +144,22 @@ def _facts(
         costs=costs,
         state_per_weight=state // (_PROBE[0] * _PROBE[1]),
         elementwise=type(created) in ELEMENTWISE,
+        in_groups=updates_each_alone(created),
         compiled=compiled,
+        compiles_update=compiles_update,
         measured=measured,
     )
 
 
-def _compiles(model: keras.Model, config: ExperimentConfig) -> bool:
-    """Whether XLA will compile passes, as far as this is known before the strategy starts."""
-    if config.train.jit_compile != "auto":
-        return config.train.jit_compile == "true"
-    return not (models.uses_convolutions(model) and not tf.config.list_physical_devices("GPU"))
+def _compiled(model: keras.Model, config: ExperimentConfig) -> tuple[bool, bool]:
+    """Whether XLA will compile passes, and the update, where a plan allows it; as `Program` decides."""
+    train = config.train
+    if train.jit_compile != "auto":
+        return (train.jit_compile == "true",) * 2
+    on_gpu = bool(tf.config.list_physical_devices("GPU"))
+    slower = not on_gpu and is_convolutional(model, lambda: known_summary(model))
+    obstacle = xla_obstacle(model, replicas=2, deterministic=train.deterministic)
+    return not (slower or obstacle), not slower
 
 
 def _in_fork(find: Callable[[], Facts]) -> Facts:

@@ -62,7 +62,8 @@ def question_of(
         stages_per_device=strategy.stages_per_device,
         stage_balance=strategy.stage_balance,
         compiled=facts.compiled,
-        elementwise=facts.elementwise,
+        compiles_update=facts.compiles_update,
+        in_groups=facts.in_groups,
         refusal=_refusals(config, facts, machine, keeps_exchange=keeps_exchange),
     )
 
