@@ -30,13 +30,13 @@ from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.model.building import Original, build_model
 from tfpar.training.model.own_loss import OwnLossObjective, objective_of
 from tfpar.training.model.recompute import recompute_activations
-from tfpar.training.model.support import check_model, check_precision, own_metrics
+from tfpar.training.model.support import check_model, check_precision, known_summary, own_metrics
 from tfpar.training.model.whole_batches import BatchReaders
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.objective import Goal, OwnGoal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.placing.base import Placing
 from tfpar.training.placing.choose import placing_of
 from tfpar.training.placing.elements import elements_on_devices
 from tfpar.training.placing.own_parts import OwnParts

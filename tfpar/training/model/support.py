@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
-from tfpar import precision
+from tfpar import models, precision
 from tfpar.config import PRECISIONS, ConfigError
 from tfpar.optim import keras_internals
 
@@ -144,3 +145,10 @@ def own_metrics(model: keras.Model, taken: Sequence[str] = ()) -> list[keras.met
                 raise ConfigError(f"{where} has the name of another metric. Give one of them another name=....")
             found.append(metric)
     return found
+
+
+def known_summary(model: keras.Model) -> models.ModelSummary | None:
+    """Size and cost of a model; None if its inputs are not known before it runs."""
+    with contextlib.suppress(ValueError):
+        return models.describe(model)
+    return None

@@ -17,12 +17,13 @@ from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import held_by, split_of
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of
+from tfpar.training.model.support import known_summary
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.model import check_pipeline, make_pipeline
 from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersCore, OverWorkersStep
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
-from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.placing.base import Placing
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.model import check_divided
 

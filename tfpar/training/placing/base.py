@@ -196,10 +196,3 @@ def _take_values_of_first_worker(model: keras.Model, topology: Topology) -> None
             comes_from(variable, value_of_first)
         else:
             variable.assign(value_of_first(variable))
-
-
-def known_summary(model: keras.Model) -> models.ModelSummary | None:
-    """Size and cost of a model; None if its inputs are not known before it runs."""
-    with contextlib.suppress(ValueError):
-        return models.describe(model)
-    return None

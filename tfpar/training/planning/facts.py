@@ -23,9 +23,9 @@ from tfpar.optim import keras_calls
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.placing.base import known_summary
 from tfpar.training.planning.counting import count_model
 from tfpar.training.planning.measuring import Measured, measure_passes
 

@@ -17,11 +17,12 @@ from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.process.activity import activity
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
+from tfpar.training.model.support import known_summary
 from tfpar.training.pipeline.graph import costs_of, crossing_elements, steps_of
 from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import PipelineCore
-from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.placing.base import Placing
 from tfpar.training.segments.check import model_obstacle
 from tfpar.training.segments.choose import chosen_for
 from tfpar.training.segments.step import SegmentedStep

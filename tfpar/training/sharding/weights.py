@@ -25,7 +25,8 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices, split_of
 from tfpar.training.core import Core
 from tfpar.training.model.recompute import recompute_layers
-from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.model.support import known_summary
+from tfpar.training.placing.base import Placing
 from tfpar.training.sharding.weights_step import GatheringStep, whole_places
 from tfpar.training.step import TrainStep
 

@@ -16,7 +16,8 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices, split_of
 from tfpar.training.core import Core
-from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.model.support import known_summary
+from tfpar.training.placing.base import Placing
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.model import check_divided, divide_layers
 from tfpar.training.tensor_parallel.step import DividedStep
