@@ -1,0 +1,161 @@
+"""Memory of plans, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.parallel.planner.harness import MB, on, plan, question, stack
+from tfpar.parallel.mesh import Mesh
+from tfpar.parallel.planner.costs import Weight
+from tfpar.parallel.planner.search import predict_plan, search
+from tfpar.parallel.planner.stages import replica_of
+from tfpar.parallel.planner.step_time import Exchange
+
+import pytest
+
+
+def test_memory_on_one_device():
+    memory = predict_plan(question(on(fused=1.0)), plan()).memory
+    assert memory == dataclasses.replace(
+        memory, weights=32 * MB, gradients=32 * MB, state=64 * MB, residuals=0, activations=16 * 80 * MB
+    )
+    assert memory.size == (32 + 32 + 64 + 1280 + 32) * MB  # one program: activations, and the weights before the step
+
+
+@pytest.mark.parametrize(
+    ("wanted", "part"),
+    [
+        (plan(micro_batches=4), {"activations": 320, "gradients": 32, "accumulated": 32}),
+        (plan(model=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
+        (plan(pipeline=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
+        # 1F1B: the first of two stages works on two micro-batches, of two examples each
+        (
+            plan(pipeline=2, micro_batches=8),
+            {"weights": 16, "gradients": 16, "accumulated": 16, "activations": 2 * 2 * 40},
+        ),
+        (plan(data=2, shard="optimizer"), {"weights": 32, "state": 32 + 16, "activations": 640}),
+        (plan(data=2, shard="gradients"), {"gradients": 16, "state": 32 + 16}),
+        (plan(data=2, shard="weights"), {"weights": 16, "gradients": 16, "state": 32}),
+        (plan(recompute="blocks"), {"activations": 16 * (8 * 1 + 10)}),
+    ],
+)
+def test_memory_by_hand(wanted, part):
+    machine = on(wanted.mesh.devices, fused=1.0)
+    memory = dataclasses.asdict(predict_plan(question(machine), wanted).memory)
+    assert {name: memory[name] for name in part} == {name: size * MB for name, size in part.items()}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "update"),
+    [
+        (plan(data=2), {}, 32),  # the weights before the step
+        (plan(model=2), {}, 16),
+        (plan(data=2, shard="optimizer"), {}, 32),  # the new weights
+        (plan(data=2, shard="weights"), {}, 16),
+        # New values of weights and state, and three intermediate results, of the five weights that exceed 16 MiB ...
+        (plan(data=2), {"compiles_update": False}, 32 + 6 * 20),
+        # ... of all 16 MB that a device has; an XLA program cannot change variables of two devices
+        (plan(pipeline=2), {}, 16 + 6 * 16),
+        (plan(data=2), {"compiles_update": False, "in_groups": False}, 32 + 6 * 32),
+    ],
+)
+def test_the_update_needs_more_than_weights_and_state(wanted, options, update):
+    asked = question(on(2), **options)
+    assert predict_plan(asked, wanted).memory.update == update * MB
+
+
+def test_activations_are_freed_before_the_update():
+    wanted = plan(data=2)
+    few, many = (predict_plan(question(on(2), model=stack(weight=size * MB)), wanted) for size in (4, 500))
+    assert few.memory.size == few.memory.lasting + few.memory.gradients + few.memory.activations
+    assert many.memory.size == many.memory.lasting + many.memory.gradients + many.memory.update
+    alone = predict_plan(question(), plan()).memory  # a single program
+    assert alone.size == alone.lasting + alone.gradients + alone.activations + alone.update
+    for each in (few, many):
+        assert sum(each.as_dict()["bytes_by_part"].values()) == each.as_dict()["bytes"]
+
+
+def test_only_the_sums_of_micro_batches_are_left_for_the_update():
+    memory = predict_plan(question(on(2), compiles_update=False), plan(data=2, micro_batches=8)).memory
+    assert memory.accumulated == memory.gradients == 32 * MB
+    assert memory.update > memory.accumulated + memory.activations
+    assert memory.size == memory.lasting + memory.gradients + memory.update
+
+
+def test_only_compiled_passes_keep_fewer_activations():
+    asked = question(on(2, fused=0.5))
+    sizes = [
+        predict_plan(asked, plan(data=2, shard=shard)).memory.activations
+        for shard in ("none", "optimizer", "gradients", "weights")
+    ]
+    assert sizes == [320 * MB, 320 * MB, 640 * MB, 648 * MB]
+
+
+def test_sharded_weights_are_whole_where_they_are_used():
+    two = on(2, fused=1.0)
+    both = [predict_plan(question(two), plan(data=2, shard=shard)).memory.activations for shard in ("none", "weights")]
+    assert both[1] - both[0] == 2 * 4 * MB
+
+
+def test_one_block_alone_gains_nothing_from_being_computed_again():
+    both = [
+        predict_plan(question(model=stack(1)), plan(recompute=each)).memory.activations for each in ("none", "blocks")
+    ]
+    assert both[0] == both[1]
+
+
+def test_gpipe_keeps_the_activations_of_all_micro_batches():
+    sizes = [
+        predict_plan(question(on(2, fused=1.0), schedule=each), plan(pipeline=2, micro_batches=8)).memory.activations
+        for each in ("1f1b", "gpipe")
+    ]
+    assert sizes == [2 * 2 * 40 * MB, 8 * 2 * 40 * MB]
+
+
+def test_a_weight_of_two_stages_lies_with_the_first():
+    whole = stack(2, sizes=(1,))
+    tied = Weight(index=7, size=100 * MB)
+    layers = tuple(dataclasses.replace(layer, weights=(*layer.weights, tied)) for layer in whole.whole)
+    model = dataclasses.replace(whole, layers={1: layers})
+    assert predict_plan(question(on(2), model=model), plan(pipeline=2)).memory.weights == 104 * MB
+    assert predict_plan(question(model=model), plan()).memory.weights == 108 * MB
+    over_workers = replica_of(model, Mesh(pipeline=2), here=1)  # each has it
+    assert [sum(each.size for each in weights) for weights in over_workers.weights] == [104 * MB, 104 * MB]
+
+
+def test_workers_keep_the_activations_of_what_they_have_started():
+    """One micro-batch for each worker from here on, whatever devices it has; more if stages take turns."""
+    within, over, in_turn = (
+        replica_of(stack(), Mesh(pipeline=pipeline), chunks, here=here)
+        for pipeline, chunks, here in ((4, 1, 0), (4, 1, 2), (2, 2, 1))
+    )
+    assert [within.in_flight(stage, 8, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
+    assert [over.in_flight(stage, 8, "1f1b") for stage in range(4)] == [2, 2, 1, 1]
+    # The first chunk of the first worker starts two pairs of micro-batches before the gradient of the first comes back.
+    assert [in_turn.in_flight(stage, 8, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
+    assert over.in_flight(0, 8, "gpipe") == 8
+
+
+def test_a_lossy_exchange_remembers_what_it_left_out():
+    lossy = Exchange("int4", lambda *_: 0.0, remembers=True)
+    asked = question(on(1, 4), exchanges=(lossy,))
+    assert predict_plan(asked, plan(data=4, exchange="int4")).memory.residuals == (32 + 8) * MB
+    within = question(on(4), exchanges=(lossy,))  # nothing is encoded within a worker
+    assert predict_plan(within, plan(data=4, exchange="int4")).memory.residuals == 0
+
+
+def test_less_memory_leaves_fewer_plans():
+    """And never a faster one."""
+    asked = question(on(4), recomputes=("none", "blocks"), shards=("none", "optimizer"))
+    every = search(asked)
+    assert not every.others
+    counts, best = [], []
+    for limit in (2000, 700, 400, 200, 130, 60):
+        answer = search(dataclasses.replace(asked, machine=on(4, memory=limit * MB)))
+        assert all(each.memory.size <= limit * MB for each in answer.fitting)
+        assert len(answer.fitting) + len(answer.others) == len(every.fitting)
+        counts.append(len(answer.fitting))
+        best.append(answer.best.time.seconds)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] > 0
+    assert best == sorted(best)
