@@ -184,10 +184,11 @@ class Program:
     def compiles_update(self) -> bool:
         """Whether the optimizer's update is an XLA program. It communicates nothing, so that it can be one even where
         the passes cannot; in convolutional models on CPUs, it is too short to be compiled for itself."""
-        if self.jit_compile or not self.topology.synchronous or self.topology.device_type == "TPU":
-            return self.jit_compile and self.topology.synchronous and self.placing.can_compile_update
-        alone = self.config.train.jit_compile == "auto" and bool(self._xla_obstacle())
-        return alone and self.placing.can_compile_update and not self._slower_with_xla()
+        if not (self.topology.synchronous and self.placing.can_compile_update):
+            return False
+        if self.jit_compile or self.topology.device_type == "TPU":
+            return self.jit_compile
+        return self.config.train.jit_compile == "auto" and bool(self._xla_obstacle()) and not self._slower_with_xla()
 
     @functools.cached_property
     def xla_disabled_reason(self) -> str:

@@ -94,7 +94,7 @@ def _call(node: Any) -> GraphStep:
         return tf.nest.flatten(operation_fn(node.operation)(*args, **kwargs))
 
     name = getattr(node.operation, "path", "") or node.operation.name
-    return _step(name, node.operation, node.input_tensors, node.outputs, run)
+    return GraphStep(name, node.operation, _ids(node.input_tensors), _ids(node.outputs), run)
 
 
 def _enter(node: Any, inner: Any) -> GraphStep:
@@ -103,18 +103,14 @@ def _enter(node: Any, inner: Any) -> GraphStep:
         given = args[0] if args else kwargs["inputs"]
         return keras_calls.standard_inputs(inner, given)
 
-    return _step(inner.name, None, node.input_tensors, inner.inputs, run)
+    return GraphStep(inner.name, None, _ids(node.input_tensors), _ids(inner.inputs), run)
 
 
 def _leave(node: Any, inner: Any) -> GraphStep:
     def run(values: Values, _: Any) -> Sequence[Any]:
         return [values[id(tensor)] for tensor in inner.outputs]
 
-    return _step(inner.name, None, inner.outputs, node.outputs, run)
-
-
-def _step(name: str, operation: Any, reads: Sequence[Any], makes: Sequence[Any], run: Any) -> GraphStep:
-    return GraphStep(name, operation, _ids(reads), _ids(makes), run)
+    return GraphStep(inner.name, None, _ids(inner.outputs), _ids(node.outputs), run)
 
 
 def _ids(tensors: Iterable[Any]) -> tuple[int, ...]:

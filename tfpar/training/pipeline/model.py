@@ -92,7 +92,7 @@ def make_pipeline(
 def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorker, splits: Mapping[int, Split]) -> None:
     """Keeps the variables of this worker's stages, or parts of them, and only the names of the others."""
     for variable in model.variables:
-        using = [stage for stage in stages if any(each is variable for step in stage.steps for each in step.variables)]
+        using = [stage for stage in stages if any(each is variable for each in stage.variables)]
         ranks = sorted({worker.of_stage(stage) for stage in using}) or [0]
         own = [stage.place % worker.places for stage in using if worker.has(stage)]
         if is_seed_state(variable):  # every step derives them again
@@ -140,9 +140,8 @@ def _places(stages: Sequence[Stage]) -> dict[int, int]:
     """The place of each variable, by its identity: that of the first stage whose layers have it."""
     places: dict[int, int] = {}
     for stage in stages:
-        for step in stage.steps:
-            for variable in step.variables:
-                places.setdefault(id(variable), stage.place)
+        for variable in stage.variables:
+            places.setdefault(id(variable), stage.place)
     return places
 
 
@@ -153,7 +152,7 @@ def _announce(
     lines = []
     for stage in stages:
         share = sum(costs.flops[start : start + len(stage.steps)]) / max(total, 1)
-        weights = {id(each): each for step in stage.steps for each in step.variables if each.trainable}
+        weights = {id(each): each for each in stage.variables if each.trainable}
         named = [step.name for step in stage.steps if step.operation is not None]
         sends = sum(costs.elements.get(each, 0) for each in stage.made) if stage is not stages[-1] else 0
         start += len(stage.steps)
