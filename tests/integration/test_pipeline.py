@@ -94,12 +94,12 @@ def test_four_workers_hold_a_pipeline(tmp_path):
     assert_close(shortcuts, alone(**branches, steps=10)[0])
 
 
-def assert_two_pipelines_on_four_workers(folder: pathlib.Path, **options: Any) -> None:
+def assert_two_pipelines(folder: pathlib.Path, *, workers: int = 4, **options: Any) -> None:
     """Stages exchange with those of the same place; with int4, a run that was stopped goes on to the same bits."""
     mesh = {**options, "accumulate_steps": 2}
     int4 = {**mesh, "exchange": "int4:min_elements=64"}
     saved = {**int4, "workdir": str(folder / "run")}
-    dense, encoded, _, resumed = on_workers(4, folder / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
+    dense, encoded, _, resumed = on_workers(workers, folder / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     for name, value in encoded.items():
@@ -109,7 +109,7 @@ def assert_two_pipelines_on_four_workers(folder: pathlib.Path, **options: Any) -
 
 
 def test_four_workers_hold_two_pipelines(tmp_path):
-    assert_two_pipelines_on_four_workers(tmp_path, mesh="data:2,pipeline:2")
+    assert_two_pipelines(tmp_path, mesh="data:2,pipeline:2")
 
 
 def test_two_workers_divide_the_layers_of_their_stages(tmp_path):
@@ -148,9 +148,63 @@ def test_two_workers_divide_the_layers_of_several_models(tmp_path, transport):
         assert_close(weights, alone(model, steps=10, accumulate_steps=2)[0])
 
 
+def test_four_workers_divide_the_layers_of_two_stages(tmp_path):
+    """Each has a part of the layers of a stage; all know the whole: in digests, checkpoints, predictions. Half of a
+    whole tensor crosses the cut from each worker. A run that was stopped goes on to the end of one that was not, and
+    further on one device."""
+    options = {"accumulate_steps": 2, "clip_norm": 0.5}
+    saved = {"mesh": "data:1,pipeline:2,model:2", **options, "workdir": str(tmp_path / "run"), "stages": "/norm"}
+    stopped, found, tied = on_workers(
+        4,
+        tmp_path / "out",
+        {**saved, "stop_after": 11},
+        {**saved, "predicts": True},
+        {"mesh": "data:1,pipeline:2,model:2", "accumulate_steps": 2, "steps": 6, "model": "large_vocabulary"},
+    )
+    assert int(stopped["messages"]) == int(found["messages"]) == 48 * 24 * 4
+    weights, _, (predictions,) = alone("dense", **options)
+    assert_close(found, {**weights, "predictions": predictions})
+    assert_close(tied, alone("large_vocabulary", accumulate_steps=2, steps=6)[0])
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
+    assert params_sha256(loaded.trainable_variables) == str(found["params_sha256"])
+    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, **options)
+    assert further.results["steps"] == divided.STEPS + 1
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("transport", ["gloo", "tensorflow"])
+def test_four_workers_divide_the_layers_of_several_models(tmp_path, transport):
+    mesh = {"mesh": "data:1,pipeline:2,model:2", "accumulate_steps": 2, "steps": 10, "transport": transport}
+    cases = {
+        "large_vocabulary": {},
+        "attention": {"pipeline_schedule": "eager_1f1b"},
+        "batch_statistics": {"pipeline_schedule": "gpipe"},
+        "vit": {"recompute": "blocks"},
+        "language_model": {"stages_per_device": 2},
+        "ignoring": {},
+    }
+    found = on_workers(4, tmp_path / "out", *({**mesh, "model": model, **how} for model, how in cases.items()))
+    for model, weights in zip(cases, found, strict=True):
+        assert_close(weights, alone(model, steps=10, accumulate_steps=2)[0])
+
+
+@pytest.mark.proof
+def test_four_workers_of_two_devices_divide_the_layers_of_two_stages(tmp_path):
+    mesh = {"mesh": "pipeline:2,model:4", "devices": 2, "accumulate_steps": 2}
+    dense, tied = on_workers(4, tmp_path / "out", mesh, {**mesh, "model": "large_vocabulary", "steps": 6})
+    assert_close(dense, alone("dense", accumulate_steps=2)[0])
+    assert_close(tied, alone("large_vocabulary", accumulate_steps=2, steps=6)[0])
+
+
+@pytest.mark.proof
+def test_eight_workers_have_a_device_each_of_three_axes(tmp_path):
+    """Two replicas of two stages, each divided by two workers; with int4, a run goes on to the same bits."""
+    assert_two_pipelines(tmp_path, workers=8, mesh="data:2,pipeline:2,model:2")
+
+
 @pytest.mark.proof
 def test_three_axes_over_four_workers(tmp_path):
-    assert_two_pipelines_on_four_workers(tmp_path, mesh="data:2,pipeline:2,model:2", devices=2)
+    assert_two_pipelines(tmp_path, mesh="data:2,pipeline:2,model:2", devices=2)
 
 
 @pytest.mark.proof

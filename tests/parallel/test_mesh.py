@@ -61,13 +61,14 @@ def test_a_replica_has_whole_workers():
         parse_mesh("data:2,model:6", workers=3, devices=4)
 
 
-def test_the_devices_of_a_stage_are_in_one_worker():
-    assert parse_mesh("pipeline:2,model:2", workers=2, devices=2) == Mesh(pipeline=2, model=2)
+def test_the_devices_of_a_stage_are_whole_workers_or_in_one():
+    for workers, devices in ((2, 2), (4, 1)):
+        assert parse_mesh("pipeline:2,model:2", workers=workers, devices=devices) == Mesh(pipeline=2, model=2)
     message = (
-        r"the 2 devices that divide a stage must be in one worker, and there are 4 workers x 1 device\. Start workers"
+        r"the 2 devices that divide a stage must be those of whole workers or fit in one, .* 2 workers x 3 devices"
     )
     with pytest.raises(ConfigError, match=message):
-        parse_mesh("pipeline:2,model:2", workers=4, devices=1)
+        parse_mesh("pipeline:3,model:2", workers=2, devices=3)
 
 
 def test_workers_share_a_replica():
@@ -82,6 +83,28 @@ def test_workers_share_a_replica():
     assert "4 workers x 1 CPU = 2 replicas of 2 devices" in topology.describe()
     config = ExperimentConfig.from_flat_dict({"stages_per_device": 2, "mesh": "data:1,pipeline:4"})
     check_beside_mesh(config, Mesh(pipeline=4))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "workers", "devices", "places", "stages", "layers"),
+    [
+        ("pipeline:2,model:2", 4, 1, 1, (1, 2), (0, 2)),
+        ("data:2,pipeline:2,model:2", 8, 1, 1, (1, 2), (0, 2)),
+        ("pipeline:2,model:4", 4, 2, 1, (1, 2), (0, 2)),
+        ("pipeline:4,model:2", 4, 2, 1, (2, 4), (0, 1)),
+        ("pipeline:8,model:1", 4, 2, 2, (2, 4), (0, 1)),
+        ("data:1,model:4", 4, 1, 1, (0, 1), (2, 4)),
+        ("data:4,model:2", 4, 2, 1, (0, 1), (0, 1)),
+    ],
+)
+def test_workers_share_stages_and_the_layers_of_a_stage(mesh, workers, devices, places, stages, layers):
+    """The place of the third worker."""
+    addresses = tuple(f"localhost:{1000 + number}" for number in range(workers))
+    cluster = ClusterInfo("TF_CONFIG", {"worker": addresses}, "worker", 2)
+    topology = choose_topology(StrategyConfig(mesh=mesh, devices=devices), cluster)
+    assert topology.local_places == places
+    assert (topology.pipeline_part, topology.pipeline_workers) == stages
+    assert (topology.model_part, topology.model_workers) == layers
 
 
 def test_a_model_axis_is_reason_enough_for_several_devices():

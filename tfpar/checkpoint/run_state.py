@@ -74,12 +74,14 @@ def snapshot_here(
     parts: dict[str, Part] = {}
     for name, variable in variables.items():
         split, held = split_of(variable), held_by(variable)
+        if not (held.saved_here if held else first or peers_of(variable)):
+            continue
         if isinstance(split, Split) and peers_of(variable):
             pieces = [_part(variable, split, rank) for rank in ranks_here(variable)]
             arrays[name] = np.concatenate(parts_here(variable), axis=split.axis)
             stretches = tuple(stretch for piece in pieces for stretch in piece.stretches)
             parts[name] = dataclasses.replace(pieces[0], stretches=stretches)
-        elif held.counts_here if held else first:
+        else:
             arrays[name] = whole_here(variable)
     return arrays, parts
 

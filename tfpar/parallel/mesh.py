@@ -162,10 +162,11 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
             f"sizes must be {total}; --devices sets the number of devices of a worker."
         )
     of_replica = mesh.devices_of_replica
-    if mesh.pipeline > 1 and of_replica > devices and devices % mesh.model:
+    if mesh.pipeline > 1 and of_replica > devices and devices % mesh.model and mesh.model % devices:
         raise ConfigError(
-            f"--mesh={text}: the {mesh.model} devices that divide a stage must be in one worker, and there are "
-            f"{where}. Start workers with a multiple of {mesh.model} devices each, or leave out the model axis."
+            f"--mesh={text}: the {mesh.model} devices that divide a stage must be those of whole workers or fit in "
+            f"one, and there are {where}. Start workers with a multiple of {mesh.model} devices each, or leave out the "
+            "model axis."
         )
     if devices % of_replica and of_replica % devices:
         axis = "pipeline" if mesh.pipeline > 1 else "model"

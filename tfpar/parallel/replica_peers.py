@@ -12,7 +12,7 @@ from tfpar.parallel.topology import Topology
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaPeers:
-    """The workers that share this worker's replica, each with a part of it.
+    """Workers that share a replica, or the layers of a stage, each with a part.
 
     Reading a whole value is a collective call: all these workers must make it, in the same order.
 
@@ -25,13 +25,23 @@ class ReplicaPeers:
     agreement: WorkerAgreement
 
     @classmethod
-    def of(cls, topology: Topology) -> ReplicaPeers | None:
-        """Returns the workers that share a replica with this one; None if this worker has whole replicas."""
-        if topology.replica_workers == 1:
+    def of_stages(cls, topology: Topology) -> ReplicaPeers | None:
+        """Returns the workers that have the stages of a replica: of each stage, one, with the same part of its layers
+        as this worker. None if this worker has all stages."""
+        return cls._of(topology, topology.pipeline_part, topology.pipeline_workers, topology.model_workers)
+
+    @classmethod
+    def of_layers(cls, topology: Topology) -> ReplicaPeers | None:
+        """Returns the workers that divide the same layers; None if this worker has all parts of its layers."""
+        return cls._of(topology, topology.model_part, topology.model_workers, 1)
+
+    @classmethod
+    def _of(cls, topology: Topology, rank: int, size: int, step: int) -> ReplicaPeers | None:
+        if size == 1:
             return None
-        first = topology.worker - topology.replica_part
-        members = range(first, first + topology.replica_workers)
-        return cls(topology.replica_part, WorkerAgreement(new_group(members, topology.worker), "reading a weight"))
+        first = topology.worker - rank * step
+        members = range(first, first + size * step, step)
+        return cls(rank, WorkerAgreement(new_group(members, topology.worker), "reading a weight"))
 
     @property
     def size(self) -> int:

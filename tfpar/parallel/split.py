@@ -30,15 +30,18 @@ class Held:
 
     Attributes:
       shape: Shape of the whole variable, which the devices of a holder may divide.
-      ranks: Ranks, among the replica's workers, of the workers that hold it, ascending.
-      peers: The replica's workers.
-      split: Its division over the devices of a holder.
+      ranks: Ranks, among the workers with the stages of a replica, of those that hold it, ascending.
+      peers: The workers with the stages of a replica.
+      split: Its division over the devices of a holder, or of several workers, each of which is a holder for the workers
+        with the same part.
+      row: If several workers divide it, they.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     peers: ReplicaPeers
     split: Split | None = None
+    row: ReplicaPeers | None = None
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -52,14 +55,19 @@ class Held:
 
     @property
     def counts_here(self) -> bool:
-        """Whether this worker counts the variable: exactly one of its holders does."""
+        """Whether this worker counts the variable: exactly one of its holders among `peers` does."""
         return self.peers.rank == self.ranks[0]
 
+    @property
+    def saved_here(self) -> bool:
+        """Whether this worker saves the variable, or its part of it."""
+        return self.counts_here and (self.split is not None or self.row is None or self.row.rank == 0)
+
     def fetch(self, value: np.ndarray) -> np.ndarray:
-        """Returns the value on all workers of the replica.
+        """Returns the whole value on all of `peers`.
 
         Args:
-          value: The value on this worker.
+          value: The whole value on a holder.
         """
         array = value if self.here else np.zeros(self.shape, value.dtype)
         return self.peers.agreement.broadcast([array], self.ranks[0])[0]
@@ -80,7 +88,7 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
       place: The place in this worker's part of a pipeline.
     """
     if held.here:
-        move_to_devices(variable, held.split, place)
+        move_to_devices(variable, held.split, place, held.row)
     else:
         # The value is not needed, but reading it may be a collective call.
         keras_internals.replace_value(variable, np.zeros([0], keras_deferred.value_on_host(variable).dtype))
@@ -123,10 +131,15 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
       replica: For a divided variable, the index of this worker's replica to read.
     """
     split, held, peers = split_of(variable), held_by(variable), peers_of(variable)
-    if split is None or peers is None:
-        value = whole_here(variable, replica)
-        return held.fetch(value) if held else value
-    # One part after the other, so that no other copy of the whole value is needed.
+    value = _gathered(variable, split, peers) if split and peers else whole_here(variable, replica)
+    return held.fetch(value) if held else value
+
+
+def _gathered(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers) -> np.ndarray:
+    """Returns the whole value of a variable whose parts several workers have.
+
+    One part after the other is sent, so that no other copy of the whole value is needed.
+    """
     value = np.empty(shape_of(variable), tf.as_dtype(variable.dtype).as_numpy_dtype)
     parts = _parts(variable)
     for rank in range(split.size):
@@ -152,7 +165,7 @@ def ranks_here(variable: keras.Variable) -> range:
     """Returns the ranks of the devices whose parts of a divided variable this worker holds, for its first replica."""
     split, peers = split_of(variable), peers_of(variable)
     assert split is not None
-    parts = len(variable.value.values)
+    parts = len(_copies(variable))
     return range(peers.rank * parts, (peers.rank + 1) * parts) if peers else range(split.size)
 
 
@@ -206,7 +219,7 @@ def assign_parts(variable: keras.Variable, value_of: Callable[[int | None], Any]
             variable.assign(value_of(None))
         return
     peers = peers_of(variable)
-    values = variable.value.values
+    values = _copies(variable)
     first = peers.rank * len(values) if peers else 0
     for place, part in enumerate(values, start=first):
         part.assign(tf.cast(value_of(place % split.size), part.dtype))
@@ -262,7 +275,7 @@ def _filled(split: Split | FlatSplit, slot: keras.Variable) -> Split | FlatSplit
     """
     if not isinstance(split, Split) or not split.padding:
         return split
-    return dataclasses.replace(split, fill=float(np.ravel(slot.value.values[0].numpy())[0]))
+    return dataclasses.replace(split, fill=float(np.ravel(_copies(slot)[0].numpy())[0]))
 
 
 def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
@@ -275,6 +288,11 @@ def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) 
 
 def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
     """Returns the parts on this worker: all parts of one of its replicas, or its parts of a shared replica."""
-    split, parts = split_of(variable), variable.value.values
+    split, parts = split_of(variable), _copies(variable)
     assert split is not None
     return parts if peers_of(variable) else parts[replica * split.size : (replica + 1) * split.size]
+
+
+def _copies(variable: keras.Variable) -> Sequence[Any]:
+    """Returns this worker's copies of a variable; a worker with one device may have a plain variable."""
+    return getattr(variable.value, "values", (variable.value,))

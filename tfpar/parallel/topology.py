@@ -105,14 +105,34 @@ class Topology:
         return self.local_replicas * self.mesh.devices_of_replica // self.replica_workers
 
     @property
+    def model_workers(self) -> int:
+        """Number of workers that together divide the layers of a replica or stage; 1 if one worker's devices do."""
+        return max(1, self.model_devices // self.local_devices)
+
+    @property
+    def model_part(self) -> int:
+        """Index of this worker among the workers that divide the same layers, from 0."""
+        return self.replica_part % self.model_workers
+
+    @property
+    def pipeline_workers(self) -> int:
+        """Number of workers with different stages of a replica; 1 if every worker has all stages, or parts of all."""
+        return self.replica_workers // self.model_workers
+
+    @property
+    def pipeline_part(self) -> int:
+        """Index of this worker among the workers with different stages of its replica, from 0."""
+        return self.replica_part // self.model_workers
+
+    @property
     def local_places(self) -> int:
         """Number of places of a pipeline on a worker; 1 without a pipeline."""
-        return self.pipeline_devices // self.replica_workers if self.pipeline_devices > 1 else 1
+        return self.pipeline_devices // self.pipeline_workers if self.pipeline_devices > 1 else 1
 
     @property
     def pipeline_spans_workers(self) -> bool:
         """Whether stages of a pipeline are on several workers, which send each other tensors in a step."""
-        return self.pipeline_devices > 1 and self.replica_workers > 1
+        return self.pipeline_devices > 1 and self.pipeline_workers > 1
 
     @property
     def mesh(self) -> Mesh:

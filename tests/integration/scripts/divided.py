@@ -274,7 +274,11 @@ def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
 def own_copies(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
     """Copies of weights that several workers of a pipeline hold, which `weights_of` takes from one of them."""
     held = [(variable, held_by(variable)) for variable in trainer.model.trainable_variables]
-    return {f"own {each.path}": each.numpy() for each, by in held if by and by.here and len(by.ranks) > 1}
+    return {
+        f"own {each.path}, part {by.row.rank if by.row and by.split else 0}": each.numpy()
+        for each, by in held
+        if by and by.here and len(by.ranks) > 1
+    }
 
 
 def main(output: str, cases: str) -> None:

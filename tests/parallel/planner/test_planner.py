@@ -119,13 +119,21 @@ def test_devices_that_divide_a_stage_send_a_tensor_once_over_the_link_of_their_w
     assert time.sums == pytest.approx(0.0, abs=1e-6)
 
 
+def test_workers_that_divide_a_stage_have_a_link_each():
+    """A worker sends half of 16 MB, and gathers the other half from its neighbour over the same kind of link."""
+    machine = on(1, 4, between=Link(1e-3, 1e9))
+    time = predict_plan(question(machine), plan(pipeline=2, model=2)).time
+    assert time.messages == pytest.approx(2 * 2 * (1e-3 + 8e6 / 1e9))
+
+
 # What is listed
 
 
 def test_meshes_are_those_that_the_flag_takes():
     found = {(each.data, each.pipeline, each.model) for each in meshes(on(4, 2), (1, 2, 8))}
     assert {(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 4, 2)} <= found
-    assert not [*meshes(on(1, 4), (1, 2), {"data": 1, "pipeline": 2})]  # a stage on two workers
+    assert not [*meshes(on(3, 2), (1, 2), {"data": 1, "pipeline": 3})]  # a stage on one worker and half of another
+    assert [*meshes(on(1, 4), (1, 2), {"data": 1, "pipeline": 2})] == [plan(pipeline=2, model=2).mesh]
     assert all(data * pipeline * model == 8 for data, pipeline, model in found)
     assert {each.model for each in meshes(on(4, 2), (1, 2), {"model": 2})} == {2}
 

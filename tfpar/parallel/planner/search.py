@@ -162,7 +162,7 @@ def predict_plan(question: Question, plan: Plan) -> Prediction:
 
 def _laid_out(question: Question, mesh: Mesh) -> Replica | None:
     spans = mesh.pipeline > 1 and mesh.devices_of_replica > question.machine.devices
-    here = question.machine.devices // mesh.model if spans else 0
+    here = max(1, question.machine.devices // mesh.model) if spans else 0
     return replica_of(question.model, mesh, question.stages_per_device, question.stage_balance, here=here)
 
 

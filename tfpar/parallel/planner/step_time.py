@@ -108,14 +108,16 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
     """
     if len(replica.stages) == 1:
         return 0.0
+    links = max(1, plan.mesh.model // machine.devices)  # of the workers that divide a stage
+    gathering = machine.between if links > 1 else machine.within
     taken = []
     for number, stage in enumerate(replica.stages[1:], start=1):
         crosses = replica.here > 0 and number % replica.here == 0
         link = machine.between if crosses else machine.within
-        seconds = link.latency + stage.received * examples / link.bandwidth
+        seconds = link.latency + stage.received * examples / (link.bandwidth * (links if crosses else 1))
         if crosses and plan.mesh.model > 1:
             part = stage.received * examples / plan.mesh.model
-            seconds += (plan.mesh.model - 1) * (machine.within.latency + part / machine.within.bandwidth)
+            seconds += (plan.mesh.model - 1) * (gathering.latency + part / gathering.bandwidth)
         taken.append(seconds)
     # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
     return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)

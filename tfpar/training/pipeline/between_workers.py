@@ -39,21 +39,29 @@ _traces = itertools.count()
 class PipelineWorker:
     """This worker among those of its pipeline.
 
+    If several workers divide the layers of a stage, each belongs to a pipeline of its own: with every other stage's
+    worker that has the same part.
+
     Attributes:
       peers: The workers of the pipeline.
       first: Rank of the first worker of the pipeline, among all workers.
+      step: Difference of the ranks of two consecutive workers of the pipeline.
       places: Places of the pipeline on each worker.
     """
 
     peers: ReplicaPeers
     first: int
+    step: int
     places: int
 
     @classmethod
     def of(cls, topology: Topology) -> PipelineWorker | None:
         """This worker's place in a pipeline of several workers; None if workers have whole pipelines."""
-        peers = ReplicaPeers.of(topology) if topology.pipeline_devices > 1 else None
-        return cls(peers, topology.worker - topology.replica_part, topology.local_places) if peers else None
+        peers = ReplicaPeers.of_stages(topology) if topology.pipeline_devices > 1 else None
+        if peers is None:
+            return None
+        step = topology.model_workers
+        return cls(peers, topology.worker - topology.pipeline_part * step, step, topology.local_places)
 
     @property
     def rank(self) -> int:
@@ -65,6 +73,10 @@ class PipelineWorker:
         """Whether this worker computes the model's outputs."""
         return self.rank == self.peers.size - 1
 
+    def number_of(self, rank: int) -> int:
+        """The rank, among all workers, of the worker with a place in the pipeline."""
+        return self.first + rank * self.step
+
     def of_stage(self, stage: Stage) -> int:
         """The worker that has a stage."""
         return stage.place // self.places
@@ -75,7 +87,7 @@ class PipelineWorker:
 
     def all_reduce(self, value: tf.Tensor, ranks: Sequence[int] = ()) -> tf.Tensor:
         """The sum over workers of the pipeline, by default over all; the same bits on each."""
-        group = new_group([self.first + rank for rank in ranks or range(self.peers.size)], self.first + self.rank)
+        group = new_group([*map(self.number_of, ranks or range(self.peers.size))], self.number_of(self.rank))
         return group.all_reduce(value, allocate_instance_keys(1, group)[0])
 
     def chunk_of(self, stage: Stage) -> int:
@@ -154,7 +166,7 @@ class Messages:
       device: The device of this worker through which all messages pass.
       schedule: As of `turns`.
       chunks: Number of chunks on this worker.
-      axis: The model axis within this worker, if there is one.
+      axis: The model axis, if there is one.
 
     Attributes:
       worker: As given.
@@ -267,7 +279,7 @@ class Messages:
 
     def channel(self, source: int, target: int) -> Channel:
         """Messages from a worker to another, one of which is this one."""
-        return Channel(self.worker.first + source, self.worker.first + target, self.device)
+        return Channel(self.worker.number_of(source), self.worker.number_of(target), self.device)
 
     def other_keys(self, count: int) -> list[int]:
         """Keys of messages that are sent once per step. Both workers must ask in the same order."""

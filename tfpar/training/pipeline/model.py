@@ -15,6 +15,7 @@ from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_at, cut_evenly
 from tfpar.parallel.pipeline.devices import PipelineDevices
+from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
@@ -38,6 +39,7 @@ def make_pipeline(
     axis: ModelAxis | None = None,
     rules: Mapping[str, Any] | None = None,
     worker: PipelineWorker | None = None,
+    row: ReplicaPeers | None = None,
     announced: bool,
 ) -> Pipeline:
     """Cuts a model that was built on the host into stages, and moves each to its device. Call it under the strategy.
@@ -49,6 +51,7 @@ def make_pipeline(
       axis: If layers are divided as well, the devices that divide them.
       rules: How layers are divided, see `find_layout`.
       worker: If the pipeline spans several workers, this worker.
+      row: If several workers divide the layers of a stage, those that have the same stage as this worker.
       announced: Whether to log the stages.
 
     Raises:
@@ -81,7 +84,7 @@ def make_pipeline(
         _announce(stages, costs, places, experiment.train.accumulate_steps, worker)
     splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
     if worker:
-        _hold_own(model, stages, worker, splits)
+        _hold_own(model, stages, worker, row, splits)
         return pipeline
     place_by_variable = _places(stages)
     for variable in model.variables:
@@ -89,7 +92,13 @@ def make_pipeline(
     return pipeline
 
 
-def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorker, splits: Mapping[int, Split]) -> None:
+def _hold_own(
+    model: keras.Model,
+    stages: Sequence[Stage],
+    worker: PipelineWorker,
+    row: ReplicaPeers | None,
+    splits: Mapping[int, Split],
+) -> None:
     """Keeps the variables of this worker's stages, or parts of them, and only the names of the others."""
     for variable in model.variables:
         using = [stage for stage in stages if any(each is variable for each in stage.variables)]
@@ -97,7 +106,7 @@ def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorke
         own = [stage.place % worker.places for stage in using if worker.has(stage)]
         if is_seed_state(variable):  # every step derives them again
             ranks = list(range(worker.peers.size))
-        held = Held(tuple(variable.shape), tuple(ranks), worker.peers, splits.get(id(variable)))
+        held = Held(tuple(variable.shape), tuple(ranks), worker.peers, splits.get(id(variable)), row)
         hold(variable, held, own[0] if own else 0)
 
 
@@ -169,7 +178,10 @@ def _where(stage: Stage, worker: PipelineWorker | None) -> str:
     if worker is None:
         return f"device {stage.place}"
     device = f", device {stage.place % worker.places}" if worker.places > 1 else ""
-    return f"worker {worker.first + worker.of_stage(stage)}{device}"
+    number = worker.number_of(worker.of_stage(stage))
+    first = number // worker.step * worker.step
+    several = f"workers {first} to {first + worker.step - 1}"
+    return f"{several if worker.step > 1 else f'worker {number}'}{device}"
 
 
 def _busy(stages: int, places: int, micro_batches: int) -> str:

@@ -220,7 +220,7 @@ class OverWorkersStep(PipelineStep):
 
 
 class DividedOverWorkersStep(OverWorkersStep, DividedStep):
-    """A step of pipelines over several workers, each of which divides the layers of its stages over its devices.
+    """A step of pipelines over several workers, whose devices divide the layers of the stages.
 
     Args:
       pipeline: The stages and their devices.
@@ -232,6 +232,10 @@ class DividedOverWorkersStep(OverWorkersStep, DividedStep):
     def counted_weights(self) -> Tensors:
         """See `TrainStep`."""
         return self._own_weights()
+
+    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
+        """See `TrainStep`."""
+        return DividedStep.sum_over_parts(self, self._sum(value))
 
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
         return super()._replica_number(context) // self._axis.size

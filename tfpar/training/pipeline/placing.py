@@ -14,7 +14,9 @@ from tfpar.parallel import strategies
 from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
+from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import held_by, split_of
+from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of
 from tfpar.training.model.support import known_summary
@@ -41,15 +43,18 @@ class PipelinePlacing(Placing):
 
     several = True
     core_class = PipelineCore
+    topology: Topology
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
         self.topology = topology = runtime.topology
         mesh = topology.mesh
         self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, topology.local_places, mesh.model)
         self._worker = PipelineWorker.of(topology)
+        self._row = ReplicaPeers.of_layers(topology)
         if self._worker:
             self.core_class = OverWorkersCore
-            self.has_outputs = self._worker.is_last
+            self.adds_sums = topology.model_part == 0
+            self.has_outputs = self._worker.is_last and self.adds_sums
         rows = [self._devices.of_replica(program) for program in range(self._devices.replicas)]
         self._axis = ModelAxis(rows, max(topology.worker, 0), mesh.model) if mesh.model > 1 else None
         self._layout = layout
@@ -73,6 +78,7 @@ class PipelinePlacing(Placing):
             axis=self._axis,
             rules=self._layout,
             worker=self._worker,
+            row=self._row,
             announced=announced,
         )
         return summary
@@ -108,20 +114,19 @@ class PipelinePlacing(Placing):
     def _exchanged_by_worker(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
         """The weights that this worker exchanges; weights that several workers hold are exchanged separately, so
         that all get the same result. Weights that are not divided are exchanged by the first program."""
-        assert self._worker is not None
-        places: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+        places: dict[tuple[int, int, tuple[int, ...], bool], list[int]] = {}
         if not any(held.here for variable in variables if (held := held_by(variable))):
-            places[0, 0, ()] = []  # the sidecar travels without weights, too
+            places[0, 0, (), False] = []  # the sidecar travels without weights, too
         for program in range(self._devices.replicas):
             for index, variable in enumerate(variables):
-                held = held_by(variable)
-                if held and held.here and (program == 0 or split_of(variable)):
-                    place = program, place_of(variable) or 0, held.ranks
+                held, divided = held_by(variable), bool(split_of(variable))
+                if held and held.here and (program == 0 or divided):
+                    place = program, place_of(variable) or 0, held.ranks, bool(self._row) and divided
                     places.setdefault(place, []).append(index)
-        names = [self._devices.of_replica(program)[place] for program, place, _ in places]
-        programs = [program for program, _, _ in places]
-        peers = self._worker.peers
-        return DevicesOfReplica([*places.values()], programs, names, peers.size, peers.rank, self._devices.replicas)
+        names = [self._devices.of_replica(program)[place] for program, place, *_ in places]
+        programs = [program for program, *_ in places]
+        parts, part = self.topology.replica_workers, self.topology.replica_part
+        return DevicesOfReplica([*places.values()], programs, names, parts, part, self._devices.replicas)
 
     def use_xla(self, compiles: bool) -> None:
         """See `Placing`. The forward and the backward pass of each stage are one program each."""

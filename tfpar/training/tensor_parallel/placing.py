@@ -39,7 +39,7 @@ class DividedPlacing(Placing):
         self.topology = topology = runtime.topology
         devices = runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
-        self._layout, self._peers = layout, ReplicaPeers.of(topology)
+        self._layout, self._peers = layout, ReplicaPeers.of_layers(topology)
         self.has_outputs = self.adds_sums = topology.replica_part == 0
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
