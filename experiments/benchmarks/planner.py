@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,11 @@ TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each plan.", lower_bound
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory(field: str) -> int:
+    """Bytes of this process in memory: now (`VmRSS`), or at most since it began (`VmHWM`)."""
+    # Not `ru_maxrss`, which begins with that of the process that started this one.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     config = tfpar.ExperimentConfig.from_flat_dict({**options, **length, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
-    before = resident()
+    before = memory("VmRSS")
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -104,8 +106,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         runtime=runtime,
     )
     seconds = median_step_seconds(trainer, source, each)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "memory": (peak - before) / runtime.topology.local_devices}
+    return {"seconds": seconds, "memory": (memory("VmHWM") - before) / runtime.topology.local_devices}
 
 
 @contextlib.contextmanager
@@ -144,16 +145,22 @@ def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, floa
     return {name: max(each[name] for each in found) for name in ("seconds", "memory")}
 
 
+def predicted(options: dict[str, Any], workers: int, link: str) -> list[Prediction]:
+    """The plans that fit, the best first."""
+    config = tfpar.ExperimentConfig.from_flat_dict(options)
+    between = between_cpus("gloo", parse_link(link, "--cases", _LATENCY_S) if link else None)
+    return [*plan_offline(config, hosts=workers, flops=0.0, between=between, hosts_here=workers).fitting]
+
+
 def run_case(case: str) -> str:
     """Predicts and runs the plans of a case; returns its rows."""
     name, _, place = case.partition(":")
     shape, _, link = place.partition("@")
     workers, devices = map(int, shape.split("x"))
     common = {**MODELS[name], "devices": devices}
-    config = tfpar.ExperimentConfig.from_flat_dict(common)
-    between = parse_link(link, "--cases", _LATENCY_S) if link else None
-    answer = plan_offline(config, hosts=workers, flops=0.0, between=between_cpus("gloo", between), hosts_here=workers)
-    plans = answer.fitting[: MOST.value or None]
+    # In a process of its own: XLA reports memory only once in a process.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        plans = process.submit(predicted, common, workers, link).result()[: MOST.value or None]
     ran: list[list[dict[str, float]]] = [[] for _ in plans]
     narrow = [run_plan(workers, link, {**common, **_NARROW[name], **each.plan.options()}) for each in plans]
     for _ in range(TURNS.value):

@@ -10,7 +10,7 @@ from tests.parallel.planner.harness import MB, on, plan, question, stack
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
-from tfpar.parallel.planner.machine import Machine, format_size, parse_link, parse_size
+from tfpar.parallel.planner.machine import Machine, Rates, format_size, parse_link, parse_size
 from tfpar.parallel.planner.plan import StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
 from tfpar.parallel.planner.table import describe_machine, limits, table
@@ -124,6 +124,34 @@ def test_workers_that_divide_a_stage_have_a_link_each():
     machine = on(1, 4, between=Link(1e-3, 1e9))
     time = predict_plan(question(machine), plan(pipeline=2, model=2)).time
     assert time.messages == pytest.approx(2 * 2 * (1e-3 + 8e6 / 1e9))
+
+
+def test_passes_and_updates_without_xla_have_rates_of_their_own():
+    compiled, by_op = (
+        Rates(passes=((1, 1 / flops),), update_bandwidth=bandwidth) for flops, bandwidth in ((1e12, 4e9), (5e11, 1e9))
+    )
+    asked = question(on(2, measured=compiled, by_op=by_op), shards=("none", "weights"))
+    seconds, size = 3 * 8e9 * 16 / 2 / 1e12, 8 * 4 * MB
+
+    def time(**options) -> StepTime:
+        return predict_plan(asked, plan(**options)).time
+
+    assert (time(data=2).compute, time(data=2).update) == pytest.approx((seconds, 7 * size / 4e9))
+    # Of a model axis, XLA compiles the update alone.
+    assert (time(model=2).compute, time(model=2).update) == pytest.approx((2 * seconds, 7 * size / 2 / 4e9))
+    assert time(data=2, shard="weights").compute == pytest.approx(2 * seconds)
+    stages = time(pipeline=2, micro_batches=16)
+    added = 15 * 3 * size / 2 / 4e9  # the gradients of 16 micro-batches
+    # Two devices of a process are updated op by op.
+    assert (stages.compute, stages.update) == pytest.approx((seconds, 7 * size / 2 / 1e9 + added))
+
+
+def test_times_of_passes_lie_between_those_that_were_measured():
+    rates = Rates(passes=((2, 1.0), (4, 2.0), (12, 4.0)), update_bandwidth=1.0)
+    assert [rates.seconds(10.0, examples) for examples in (1, 2, 3, 8, 20)] == pytest.approx([5, 10, 15, 30, 60])
+    assert rates.shared(0.5).seconds(10.0, 8) == pytest.approx(60)
+    machine = on(measured=rates)
+    assert predict_plan(question(machine), plan(micro_batches=4)).time.compute == pytest.approx(4 * 3 * 8e9 * 2.0)
 
 
 # What is listed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
@@ -19,6 +20,44 @@ _WITHIN, _BETWEEN = Link(2e-4, 1e9), Link(1e-3, 1.25e9)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device reaches in a training step while the others are idle.
+
+    Attributes:
+      passes: Measured forward and backward passes, by ascending number of examples: the number, and the seconds of the
+        pass divided by the FLOPs for one example.
+      update_bandwidth: Bytes per second of gradients, weights and state that an optimizer reads and writes.
+    """
+
+    passes: tuple[tuple[int, float], ...]
+    update_bandwidth: float
+
+    def seconds(self, flops: float, examples: float) -> float:
+        """Returns the seconds of a pass, interpolated between those that were measured.
+
+        Args:
+          flops: FLOPs for an example.
+          examples: Number of examples.
+        """
+        return flops * _interpolated(self.passes, examples)
+
+    def shared(self, share: float) -> Rates:
+        """Returns the rates of a device that gets only a share of its time."""
+        passes = tuple((examples, seconds / share) for examples, seconds in self.passes)
+        return Rates(passes=passes, update_bandwidth=self.update_bandwidth * share)
+
+
+def _interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Returns the value at a place, on straight lines through points; on a line through the origin before the first."""
+    first, last = (0, 0.0), points[0]
+    for point in points[1:]:
+        if at <= last[0]:
+            break
+        first, last = last, point
+    return first[1] + (at - first[0]) * (last[1] - first[1]) / (last[0] - first[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """Workers with the same devices.
 
@@ -28,9 +67,11 @@ class Machine:
       flops: FLOPs per second that a device reaches in a training step while the others are idle.
       worker_flops: FLOPs per second of all devices of a worker together, which is less than the sum if they share
         cores; 0: `devices` times `flops`.
-      pass_seconds: Fixed time of a forward and backward pass of a micro-batch, in addition to its FLOPs.
+      measured: Measured rates; if XLA compiles passes, or updates, those of compiled ones. None: `flops`, and
+        `memory_bandwidth` in updates.
+      by_op: The rates of passes and updates that XLA could compile but does not, because of the plan; None: the same.
       memory: Bytes of memory of a device; 0 if unknown.
-      memory_bandwidth: Bytes per second that an optimizer reads and writes.
+      memory_bandwidth: Bytes per second that sums over devices read and write.
       within: The link between the devices of a worker.
       between: The link between the workers.
       fused: Bytes of activations in a compiled pass, as a fraction of those that its graph keeps; see `memory`.
@@ -40,7 +81,8 @@ class Machine:
     devices: int = 1
     flops: float = 1e12
     worker_flops: float = 0.0
-    pass_seconds: float = 0.0
+    measured: Rates | None = None
+    by_op: Rates | None = None
     memory: int = 0
     memory_bandwidth: float = 8e9
     within: Link = _WITHIN
@@ -51,6 +93,12 @@ class Machine:
     def all_devices(self) -> int:
         """Number of devices of all workers."""
         return self.workers * self.devices
+
+    def rates(self, *, compiles: bool) -> Rates:
+        """Returns the rates of passes or updates that a plan lets XLA compile, or does not."""
+        if self.by_op and not compiles:
+            return self.by_op
+        return self.measured or Rates(passes=((1, 1 / self.flops),), update_bandwidth=self.memory_bandwidth)
 
     @property
     def crowding(self) -> float:

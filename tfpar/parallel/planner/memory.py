@@ -54,11 +54,9 @@ def memory_of(
       in_groups: Whether weights are updated group by group without XLA.
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
-    compiles_passes = compiled and plan.mesh.model == 1 and plan.shard in ("none", "optimizer")
+    compiles_passes = compiled and plan.lets_compile
     fused = machine.fused if compiles_passes else 1.0
-    # Not if one process has the devices of several stages, see `Placing.can_compile_update`.
-    in_place = compiles_update and (replica.devices == 1 or replica.here == 1)
-    copies = 0 if in_place else 1 + state_per_weight // 4 + _INTERMEDIATE
+    copies = 0 if compiles_update and replica.lets_compile_update else 1 + state_per_weight // 4 + _INTERMEDIATE
     found = []
     for device in range(replica.devices):
         weights = replica.weights[device]

@@ -32,6 +32,11 @@ class Plan:
         sizes = dataclasses.asdict(self.mesh).items()
         return ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1 or axis == "data")
 
+    @property
+    def lets_compile(self) -> bool:
+        """Whether XLA can compile passes: not if the devices of a replica communicate in them, or all replicas."""
+        return self.mesh.model == 1 and self.shard in ("none", "optimizer")
+
     def options(self) -> dict[str, Any]:
         """Returns the options that make a run follow the plan, by flag name."""
         return {
@@ -53,7 +58,7 @@ class StepTime:
       sums: Sums and gathers along the model axis.
       messages: Sending activations between stages, as far as passes wait for them.
       exchange: Exchanging gradients between replicas.
-      update: Updating the weights.
+      update: Adding up the gradients of micro-batches, and updating the weights.
     """
 
     compute: float

@@ -54,6 +54,12 @@ class Replica:
     weights: Sequence[Sequence[Weight]]
     here: int = 0
 
+    @property
+    def lets_compile_update(self) -> bool:
+        """Whether XLA can compile the optimizer's update: not if a worker has the devices of several stages, see
+        `Placing.can_compile_update`."""
+        return self.devices == 1 or self.here == 1
+
     def of_device(self, device: int) -> Sequence[Stage]:
         """Returns the stages of one device."""
         return self.stages[device :: self.devices]

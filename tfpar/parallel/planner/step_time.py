@@ -1,16 +1,16 @@
 """Predicts the time of a step under a plan.
 
 Passes: a device takes F / rate for F FLOPs, where F is three times the FLOPs of the forward pass, or four times with
-recomputation, and a fixed time for each pass. For M micro-batches, a pipeline of S devices with V stages each takes M
-turns of its slowest device and, to fill and drain, one turn of each other device divided by V (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2: M + (S - 1) / V turns if all are equal). If the devices of a worker share cores, a step
-takes at least the time of all their work at the rate of the cores.
+recomputation, and the rate is that of passes with as many examples. For M micro-batches, a pipeline of S devices with V
+stages each takes M turns of its slowest device and, to fill and drain, one turn of each other device divided by V
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2: M + (S - 1) / V turns if all are equal). If the devices of a
+worker share cores, a step takes at least the time of all their work at the rate of the cores.
 
 Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
 assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
 the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
-twice for every micro-batch, and their gradients scattered. The optimizer reads and writes weights, gradients and state
-once.
+twice for every micro-batch, and their gradients scattered. The gradients of micro-batches are added up, and the
+optimizer reads and writes weights, gradients and state once, at the bandwidth of memory.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def step_time(
       exchange: The exchange of the plan.
     """
     mesh, passes = plan.mesh, plan.micro_batches
-    whole = sum(stage.flops for stage in replica.stages)
+    rates = machine.rates(compiles=plan.lets_compile)
 
     def alone(stage: Stage) -> float:
         flops = _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
-        return flops * examples / machine.flops + machine.pass_seconds * stage.flops / max(whole, 1.0)
+        return rates.seconds(flops, examples)
 
     spans = mesh.model > machine.devices
     ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
@@ -92,7 +92,7 @@ def step_time(
         sums=passes * summing[slowest] + agreeing,
         messages=_messages(replica, plan, examples, machine, turns[slowest]),
         exchange=_exchange(replica, plan, machine, exchange),
-        update=_update(replica, plan, machine, state_per_weight),
+        update=_adding(replica, plan, machine) + _update(replica, plan, machine, state_per_weight),
     )
 
 
@@ -160,13 +160,26 @@ def _gathering(replica: Replica, plan: Plan, machine: Machine) -> float:
     return 3 * plan.micro_batches * (len(sharded) * link.latency + size / link.bandwidth)
 
 
+def _adding(replica: Replica, plan: Plan, machine: Machine) -> float:
+    """Returns the seconds of adding up the gradients of several micro-batches: of reading two of them, and of writing
+    their sum."""
+    size = max(_trainable(each) for each in replica.weights)
+    owners = plan.mesh.data if plan.shard in ("gradients", "weights") else 1
+    touched = 3 * (plan.micro_batches - 1) * size / owners
+    return touched * _busy(machine) / machine.rates(compiles=True).update_bandwidth
+
+
+def _busy(machine: Machine) -> int:
+    """Returns the devices that share the memory bandwidth of a device."""
+    return machine.devices if machine.crowding > 1 else 1
+
+
 def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: int) -> float:
     """Returns the seconds of reading weights, gradients and state, and of writing weights and state."""
     size = max(_trainable(each) for each in replica.weights)
     touched = size * (3 + 2 * state_per_weight / 4)
     owners = plan.mesh.data if plan.shard != "none" else 1
-    busy = machine.devices if machine.crowding > 1 else 1
-    return touched * busy / owners / machine.memory_bandwidth
+    return touched * _busy(machine) / owners / machine.rates(compiles=replica.lets_compile_update).update_bandwidth
 
 
 def _trainable(weights: Sequence[Weight], divided: bool | None = None) -> int:

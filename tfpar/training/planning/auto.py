@@ -31,7 +31,6 @@ import keras
 
 _log = logging.getLogger(__name__)
 
-_MEASURED_EXAMPLES = 16
 _LONGEST_ERROR = 2000  # the chief sends the plan as one line of at most 4 KiB
 # The options that a plan decides; --exchange stays as given.
 _DECIDED = ("mesh", "accumulate_steps", "recompute", "shard")
@@ -110,7 +109,7 @@ def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> d
         return kept
     assert subject.build is not None
     with activity("planning --mesh=auto", shown=tells):
-        facts = _facts(config, subject, topology, _MEASURED_EXAMPLES)
+        facts = _facts(config, subject, topology, measures=topology.device_type == "CPU")
         machine = _machine(config, topology, facts)
         answer = search(question_of(config, facts, machine, keeps_exchange=True))
     best = answer.best
@@ -151,7 +150,7 @@ def check_memory(config: ExperimentConfig, subject: Subject) -> None:
         return
     train = config.train
     with activity("predicting memory", shown=config.monitor.verbose > 0 and topology.is_chief):
-        facts = _facts(config, subject, topology, 0)
+        facts = _facts(config, subject, topology, measures=False)
     plan = Plan(
         mesh=topology.mesh,
         micro_batches=train.accumulate_steps,
@@ -167,16 +166,14 @@ def check_memory(config: ExperimentConfig, subject: Subject) -> None:
     check_fits(question_of(anything, facts, _machine(config, topology, facts), keeps_exchange=True), plan)
 
 
-def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, most_examples: int) -> Facts:
+def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, measures: bool) -> Facts:
     assert subject.build is not None
     sizes = model_axis_sizes(topology.local_devices, topology.workers)
-    if topology.device_type == "GPU":
-        most_examples = 0
     return find_facts(
         *(subject.build, config, sizes),
         optimizer=subject.optimizer,
         layout=subject.layout,
-        most_examples=min(most_examples, max(1, config.input.global_batch_size // topology.workers)),
+        most_examples=config.input.global_batch_size if measures else 0,
     )
 
 

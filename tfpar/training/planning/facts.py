@@ -27,7 +27,7 @@ from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning.counting import count_model
-from tfpar.training.planning.measuring import Measured, measure_passes
+from tfpar.training.planning.measuring import Measured, measure
 
 import keras
 import tensorflow as tf
@@ -48,7 +48,7 @@ class Facts:
       in_groups: Whether it updates weights in groups without XLA.
       compiled: Whether XLA compiles passes.
       compiles_update: Whether XLA compiles the update.
-      measured: Measured times of passes; None if they were not requested.
+      measured: Measured rates; None if they were not requested.
     """
 
     costs: ModelCosts
@@ -69,7 +69,7 @@ class Facts:
             **{
                 **value,
                 "costs": ModelCosts(**{**costs, "layers": layers, "undivided": undivided}),
-                "measured": measured and Measured(**measured),
+                "measured": measured and Measured.from_json(measured),
             }
         )
 
@@ -135,8 +135,11 @@ def _facts(
         raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
     costs = count_model(model, sizes, layout, length=config.input.sequence_length)
     compiled, compiles_update = _compiled(model, config)
-    measured = measure_passes(model, costs, most_examples, compiled=compiled) if most_examples else None
     created = spec.create(config)
+    measured = None
+    if most_examples:
+        measured = measure(*(model, costs, created, most_examples), compiled=compiled, compiles_update=compiles_update)
+        created = spec.create(config)
     probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
     created.build([probe])
     state = sum(4 * probe.value.shape.num_elements() for each in created.variables if tuple(each.shape) == _PROBE)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tfpar.collectives import gloo
 from tfpar.collectives.cost_model import Link
@@ -89,28 +90,40 @@ def machine_of(
       workers_here: Workers that share this machine.
     """
     gpu = device_type == "GPU"
-    pass_seconds, fused = (measured.pass_seconds, measured.fused) if measured else (0.0, 0.0)
-    shared = 0.0
-    if given.flops:
-        flops, pass_seconds = given.flops, 0.0
-    elif gpu:
-        flops, pass_seconds = _REACHED * peak_flops(precision).flops, 0.0
-    else:
-        flops = measured.flops if measured else peak_flops(precision).flops
-        shared = flops = flops * _share(workers_here)
     defaults = Machine()
+    if given.flops:
+        rates: dict[str, Any] = {"flops": given.flops}
+    elif gpu:
+        rates = {"flops": _REACHED * peak_flops(precision).flops}
+    else:
+        rates = _of_cpu(measured, peak_flops(precision).flops, _share(workers_here))
     return Machine(
         workers=workers,
         devices=devices,
-        flops=flops,
-        worker_flops=shared,
-        pass_seconds=pass_seconds,
+        **rates,
         memory=given.memory or device_memory(device_type, devices * workers_here),
         memory_bandwidth=_GPU_MEMORY_BANDWIDTH if gpu else defaults.memory_bandwidth,
         within=given.within or (Link(_GPU_MESSAGE_S, _NVLINK) if gpu else defaults.within),
         between=given.between or defaults.between,
-        fused=fused or defaults.fused,
+        fused=(measured.fused if measured else 0.0) or defaults.fused,
     )
+
+
+def _of_cpu(measured: Measured | None, peak: float, share: float) -> dict[str, Any]:
+    """The rates of a worker's CPU, as arguments of `Machine`.
+
+    Args:
+      measured: As of `machine_of`.
+      peak: FLOPs per second if nothing was measured.
+      share: The share of the rates that a worker reaches.
+    """
+    flops = share * (measured.flops if measured else peak)
+    return {
+        "flops": flops,
+        "worker_flops": flops,
+        "measured": measured.rates.shared(share) if measured else None,
+        "by_op": measured.by_op.shared(share) if measured and measured.by_op else None,
+    }
 
 
 def between_cpus(transport: str, given: Link | None = None) -> Link:

@@ -17,7 +17,6 @@ from tfpar.training.planning.facts import find_facts
 from tfpar.training.planning.machines import Given, machine_of
 from tfpar.training.planning.question import question_of
 
-_MEASURED_EXAMPLES = 16
 _LARGEST_MODEL_AXIS = 16
 
 
@@ -63,7 +62,8 @@ def plan_offline(
     models.check_model(config.model.model, task_spec(train), **config.model.arguments())
     with activity(f"counting {config.model.model}"):
         facts = find_facts(
-            *(build, config, model_axis_sizes(devices, hosts)), most_examples=0 if flops else _MEASURED_EXAMPLES
+            *(build, config, model_axis_sizes(devices, hosts)),
+            most_examples=0 if flops else config.input.global_batch_size,
         )
     memory = parse_size(config.strategy.device_memory)
     machine = machine_of(
