@@ -189,6 +189,26 @@ def test_four_workers_divide_the_layers_of_several_models(tmp_path, transport):
 
 
 @pytest.mark.proof
+def test_a_run_goes_on_on_other_meshes_of_four_workers(tmp_path):
+    """Without a lossy exchange, whose residuals belong to a mesh."""
+    meshes = ("pipeline:2,model:2", "model:4", "pipeline:4", "pipeline:2,model:2")
+    options = {"accumulate_steps": 2, "workdir": str(tmp_path / "run")}
+    for number, mesh in enumerate(meshes):
+        stop = {"stop_after": 7 * (number + 1)} if number < len(meshes) - 1 else {}
+        [found] = on_workers(4, tmp_path / f"out{number}", {"mesh": f"data:1,{mesh}", **options, **stop})
+    assert_close(found, alone("dense", accumulate_steps=2)[0])
+
+
+@pytest.mark.proof
+def test_residuals_are_of_one_mesh(tmp_path):
+    """Eight workers, where both meshes have replicas of four workers with two devices' worth of parts each."""
+    int4 = {"exchange": "int4:min_elements=64", "workdir": str(tmp_path / "run")}
+    on_workers(8, tmp_path / "out", {"mesh": "data:2,pipeline:2,model:2", **int4, "stop_after": 11})
+    with pytest.raises(AssertionError, match="replicas on other workers, and its residuals belong to their parts"):
+        on_workers(8, tmp_path / "again", {"mesh": "data:2,model:4", **int4})
+
+
+@pytest.mark.proof
 def test_four_workers_of_two_devices_divide_the_layers_of_two_stages(tmp_path):
     mesh = {"mesh": "pipeline:2,model:4", "devices": 2, "accumulate_steps": 2}
     dense, tied = on_workers(4, tmp_path / "out", mesh, {**mesh, "model": "large_vocabulary", "steps": 6})

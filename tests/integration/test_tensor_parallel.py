@@ -28,6 +28,7 @@ def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list
     found = []
     for number in range(len(cases)):
         first, *others = (dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(count))
+        assert int(first["skipped"]) == 0  # each example was counted once
         for other in others:
             assert other.pop("sent") >= 0  # stages differ in it
             first["messages"] += other.pop("messages")

@@ -223,7 +223,7 @@ def world_group(workers: int = 1, worker: int = 0, device: str = "") -> Group:
 
 
 def device_group(replica: int, rank: int, device: str, size: int) -> TensorFlowGroup:
-    """The group of the devices of a replica, all of one worker. Each of its calls runs on the device it belongs to.
+    """The group of the devices of a replica, of one worker or more. Each of its calls runs on the device it belongs to.
 
     Args:
       replica: Number of the replica among all, so that no two have a group key in common.

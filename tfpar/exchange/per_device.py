@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 # Of the state of one place's exchange, where a worker has whole replicas, or one of several parts.
-_NAME = re.compile(r"(part_of_\d+_)?device_\d+(?=/)")
+_NAME = re.compile(r"(part_of_(\d+x)?\d+_)?device_\d+(?=/)")
 _PLACES_OF_PART = 1 << 10  # numbers that the places of one worker may have
 _DECISIVE = 2  # scalars at the front of a sidecar that decide whether the step is applied
 
@@ -39,6 +39,7 @@ class DevicesOfReplica(NamedTuple):
       devices: For each place, the device of this worker's first replica; empty if these are the strategy's devices.
       parts: Workers that hold a replica between them.
       part: Which of its parts this worker has, from 0.
+      layer_parts: Workers that divide the same layers; the others have other layers.
       per_replica: Programs that the strategy runs for a replica on this worker; 0: those in `programs`. Programs that
         are not in `programs` have copies of what the first program exchanges, and nothing else.
     """
@@ -48,7 +49,14 @@ class DevicesOfReplica(NamedTuple):
     devices: Sequence[str] = ()
     parts: int = 1
     part: int = 0
+    layer_parts: int = 1
     per_replica: int = 0
+
+    @property
+    def place_names(self) -> list[str]:
+        """Names of the places in a checkpoint. They differ if residuals belong to other parts of the weights."""
+        of_part = f"part_of_{self.parts // self.layer_parts}x{self.layer_parts}_" if self.parts > 1 else ""
+        return [f"{of_part}device_{place}" for place in range(len(self.indices))]
 
     @property
     def program_count(self) -> int:
@@ -83,7 +91,7 @@ def places_of_part(divided: Sequence[int], variables: int, programs: int, parts:
     places = [(whole, 0)] if whole else []
     places += [(list(divided), program) for program in range(programs)]
     indices, owners = zip(*places, strict=True)
-    return DevicesOfReplica(indices, owners, parts=parts, part=part)
+    return DevicesOfReplica(indices, owners, parts=parts, part=part, layer_parts=parts)
 
 
 def places_in_turn(
@@ -129,8 +137,7 @@ class PerDeviceReducer(Reducer):
         replicas: int,
         groups: Sequence[Group],
     ) -> None:
-        of_part = f"part_of_{replica.parts}_" if replica.parts > 1 else ""
-        self.names = [f"{of_part}device_{place}" for place in range(len(reducers))]
+        self.names = replica.place_names
         self._reducers, self._indices = list(reducers), [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
         self._programs, self._workers = list(replica.programs), groups[0].size
@@ -276,7 +283,8 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
     saved = {found[0] for found in map(_NAME.match, read(0)) if found}
     own = {*reducer.names} if isinstance(reducer, PerDeviceReducer) else set()
     if (saved and saved != own) or (own and not saved and residuals.has_pending(workers, read)):
-        before = f"of {len(saved)} devices each" if saved else "of one device each"
+        on_workers = any(name.startswith("part_of_") for name in saved)
+        before = "on other workers" if on_workers else f"of {len(saved) or 'one'} device{'s' * (len(saved) > 1)} each"
         raise ConfigError(
             f"--mesh: the saved run had replicas {before}, and its residuals belong to their parts of the weights. "
             "Resume with the previous --mesh, or start in another --workdir with --warm_start."

@@ -165,8 +165,8 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
     if mesh.pipeline > 1 and of_replica > devices and devices % mesh.model and mesh.model % devices:
         raise ConfigError(
             f"--mesh={text}: the {mesh.model} devices that divide a stage must be those of whole workers or fit in "
-            f"one, and there are {where}. Start workers with a multiple of {mesh.model} devices each, or leave out the "
-            "model axis."
+            f"one, and there are {where}. Start workers whose number of devices is a multiple of {mesh.model} or "
+            f"divides {mesh.model}, or leave out the model axis."
         )
     if devices % of_replica and of_replica % devices:
         axis = "pipeline" if mesh.pipeline > 1 else "model"

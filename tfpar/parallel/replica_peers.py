@@ -1,4 +1,4 @@
-"""The workers that share a replica."""
+"""The workers that share a replica, or the layers of a stage."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ class Held:
       peers: The workers with the stages of a replica.
       split: Its division over the devices of a holder, or of several workers, each of which is a holder for the workers
         with the same part.
-      row: If several workers divide it, they.
+      layer_peers: The workers that divide the same layers, if a worker has not all parts of its layers.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     peers: ReplicaPeers
     split: Split | None = None
-    row: ReplicaPeers | None = None
+    layer_peers: ReplicaPeers | None = None
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Held:
     @property
     def saved_here(self) -> bool:
         """Whether this worker saves the variable, or its part of it."""
-        return self.counts_here and (self.split is not None or self.row is None or self.row.rank == 0)
+        return self.counts_here and (self.split is not None or self.layer_peers is None or self.layer_peers.rank == 0)
 
     def fetch(self, value: np.ndarray) -> np.ndarray:
         """Returns the whole value on all of `peers`.
@@ -88,7 +88,7 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
       place: The place in this worker's part of a pipeline.
     """
     if held.here:
-        move_to_devices(variable, held.split, place, held.row)
+        move_to_devices(variable, held.split, place, held.layer_peers)
     else:
         # The value is not needed, but reading it may be a collective call.
         keras_internals.replace_value(variable, np.zeros([0], keras_deferred.value_on_host(variable).dtype))

@@ -193,7 +193,8 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
         # By default there is one thread per core (TensorFlow 2.21). A message over TensorFlow's transport occupies one
         # until it is received. Over Gloo it does not, but a single thread may begin the next pass before it sends. More
         # threads are slower: 16 on one core take 14 % more of it than one does.
-        least = _FEW_THREADS if _expects_gloo(topology) else _MESSAGE_THREADS * topology.model_devices
+        programs = min(topology.model_devices, topology.local_devices)
+        least = _FEW_THREADS if _expects_gloo(topology) else _MESSAGE_THREADS * programs
         threads = tf.config.threading.get_inter_op_parallelism_threads() or cores()
         tf.config.threading.set_inter_op_parallelism_threads(max(least, threads))
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)

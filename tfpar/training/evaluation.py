@@ -158,7 +158,7 @@ class Evaluation:
       classes: The number of classes whose predictions are counted, see `confusion.counts`; 0 for none.
       within: Opens the context of a replica's program, see `Placing.within`.
       model_devices: Devices that divide the layers of a replica, each with its own program.
-      counts: Whether this worker's sums count; of the workers that share a replica, only one counts.
+      counts: Whether this worker's sums count; of the workers that divide the same layers, only one counts.
 
     Attributes:
       weights: As given, as a list.

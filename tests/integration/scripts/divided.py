@@ -5,8 +5,9 @@ python -m tests.integration.scripts.divided OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, with the name of a model of `MODELS`, each of which is trained in
 turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, whether XLA compiled the optimizer step, the
-bytes sent per step, the bytes of all messages that were traced, with `predicts` the predictions for the first examples,
-and this worker's own copies of weights that other workers of its pipeline have too.
+bytes sent per step, the bytes of all messages that were traced, the loss of the evaluation and the examples that it
+left out, with `predicts` the predictions for the first examples, and this worker's own copies of weights that other
+workers of its pipeline have too.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def own_copies(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
     """Copies of weights that several workers of a pipeline hold, which `weights_of` takes from one of them."""
     held = [(variable, held_by(variable)) for variable in trainer.model.trainable_variables]
     return {
-        f"own {each.path}, part {by.row.rank if by.row and by.split else 0}": each.numpy()
+        f"own {each.path}, part {by.layer_peers.rank if by.layer_peers and by.split else 0}": each.numpy()
         for each, by in held
         if by and by.here and len(by.ranks) > 1
     }
@@ -301,6 +302,7 @@ def main(output: str, cases: str) -> None:
         results = trainer.results
         facts = {"params_sha256": results["params_sha256"], "sent": results["exchange"]["wire_bytes_per_step"]}
         facts |= {"messages": sum(messages), "compiles_update": trainer.program.compiles_update}
+        facts |= {"skipped": results["skipped_validation_examples"], "eval loss": results["eval"]["loss"]}
         if predicts:
             facts["predictions"] = trainer.predict(first_of(data(model)[0], PREDICTED))
         arrays = {**facts, **own_copies(trainer), **weights_of(trainer)}

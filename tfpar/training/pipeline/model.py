@@ -39,7 +39,7 @@ def make_pipeline(
     axis: ModelAxis | None = None,
     rules: Mapping[str, Any] | None = None,
     worker: PipelineWorker | None = None,
-    row: ReplicaPeers | None = None,
+    layer_peers: ReplicaPeers | None = None,
     announced: bool,
 ) -> Pipeline:
     """Cuts a model that was built on the host into stages, and moves each to its device. Call it under the strategy.
@@ -51,7 +51,7 @@ def make_pipeline(
       axis: If layers are divided as well, the devices that divide them.
       rules: How layers are divided, see `find_layout`.
       worker: If the pipeline spans several workers, this worker.
-      row: If several workers divide the layers of a stage, those that have the same stage as this worker.
+      layer_peers: If several workers divide the layers of a stage, those that have the same stage as this worker.
       announced: Whether to log the stages.
 
     Raises:
@@ -84,7 +84,7 @@ def make_pipeline(
         _announce(stages, costs, places, experiment.train.accumulate_steps, worker)
     splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
     if worker:
-        _hold_own(model, stages, worker, row, splits)
+        _hold_own(model, stages, worker, layer_peers, splits)
         return pipeline
     place_by_variable = _places(stages)
     for variable in model.variables:
@@ -96,7 +96,7 @@ def _hold_own(
     model: keras.Model,
     stages: Sequence[Stage],
     worker: PipelineWorker,
-    row: ReplicaPeers | None,
+    layer_peers: ReplicaPeers | None,
     splits: Mapping[int, Split],
 ) -> None:
     """Keeps the variables of this worker's stages, or parts of them, and only the names of the others."""
@@ -106,7 +106,7 @@ def _hold_own(
         own = [stage.place % worker.places for stage in using if worker.has(stage)]
         if is_seed_state(variable):  # every step derives them again
             ranks = list(range(worker.peers.size))
-        held = Held(tuple(variable.shape), tuple(ranks), worker.peers, splits.get(id(variable)), row)
+        held = Held(tuple(variable.shape), tuple(ranks), worker.peers, splits.get(id(variable)), layer_peers)
         hold(variable, held, own[0] if own else 0)
 
 

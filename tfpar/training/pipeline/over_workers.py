@@ -208,13 +208,13 @@ class OverWorkersStep(PipelineStep):
         return self._norm_by_place(gradients)
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sidecar with loss and metrics of all workers of the replica. Flag and count are the same on each."""
+        """The sidecar with loss and metrics of all stages of the replica. Flag and count are the same on each."""
         length = self.sidecar.report_length
         totals = self._sum(vector[sidecar.LOSS : length])
         return tf.concat([vector[: sidecar.LOSS], totals, vector[length:]], axis=0)
 
     def _sum(self, value: tf.Tensor) -> tf.Tensor:
-        """The sum over the workers of the replica; the same bits on each."""
+        """The sum over the workers with the stages of the replica; the same bits on each."""
         with tf.device(self._pipeline.devices.host):
             return self._worker.all_reduce(value)
 

@@ -50,7 +50,7 @@ class PipelinePlacing(Placing):
         mesh = topology.mesh
         self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, topology.local_places, mesh.model)
         self._worker = PipelineWorker.of(topology)
-        self._row = ReplicaPeers.of_layers(topology)
+        self._layer_peers = ReplicaPeers.of_layers(topology)
         if self._worker:
             self.core_class = OverWorkersCore
             self.adds_sums = topology.model_part == 0
@@ -78,7 +78,7 @@ class PipelinePlacing(Placing):
             axis=self._axis,
             rules=self._layout,
             worker=self._worker,
-            row=self._row,
+            layer_peers=self._layer_peers,
             announced=announced,
         )
         return summary
@@ -121,12 +121,13 @@ class PipelinePlacing(Placing):
             for index, variable in enumerate(variables):
                 held, divided = held_by(variable), bool(split_of(variable))
                 if held and held.here and (program == 0 or divided):
-                    place = program, place_of(variable) or 0, held.ranks, bool(self._row) and divided
+                    place = program, place_of(variable) or 0, held.ranks, bool(self._layer_peers) and divided
                     places.setdefault(place, []).append(index)
         names = [self._devices.of_replica(program)[place] for program, place, *_ in places]
         programs = [program for program, *_ in places]
         parts, part = self.topology.replica_workers, self.topology.replica_part
-        return DevicesOfReplica([*places.values()], programs, names, parts, part, self._devices.replicas)
+        layer_parts = self.topology.model_workers
+        return DevicesOfReplica([*places.values()], programs, names, parts, part, layer_parts, self._devices.replicas)
 
     def use_xla(self, compiles: bool) -> None:
         """See `Placing`. The forward and the backward pass of each stage are one program each."""
