@@ -10,7 +10,7 @@ from tests.parallel.planner.harness import MB, on, plan, question, stack
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
-from tfpar.parallel.planner.machine import Machine, Rates, format_size, parse_link, parse_size
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine, Rates, format_size, parse_link, parse_size
 from tfpar.parallel.planner.plan import StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
 from tfpar.parallel.planner.table import describe_machine, limits, table
@@ -126,32 +126,43 @@ def test_workers_that_divide_a_stage_have_a_link_each():
     assert time.messages == pytest.approx(2 * 2 * (1e-3 + 8e6 / 1e9))
 
 
-def test_passes_and_updates_without_xla_have_rates_of_their_own():
-    compiled, by_op = (
-        Rates(passes=((1, 1 / flops),), update_bandwidth=bandwidth) for flops, bandwidth in ((1e12, 4e9), (5e11, 1e9))
+def test_passes_and_updates_have_the_rates_of_how_they_run():
+    rates = Rates(
+        passes={PROGRAM: ((1, 1e-12),), STAGES: ((1, 2e-12),), OPS: ((1, 4e-12),)},
+        updates={PROGRAM: 4e9, OPS: 1e9},
+        adding=2e9,
     )
-    asked = question(on(2, measured=compiled, by_op=by_op), shards=("none", "weights"))
-    seconds, size = 3 * 8e9 * 16 / 2 / 1e12, 8 * 4 * MB
+    asked = question(on(2, measured_rates=rates), shards=("none", "weights"))
+    seconds, size = 3 * 8e9 * 16 / 2 * 1e-12, 8 * 4 * MB
 
     def time(**options) -> StepTime:
         return predict_plan(asked, plan(**options)).time
 
     assert (time(data=2).compute, time(data=2).update) == pytest.approx((seconds, 7 * size / 4e9))
     # Of a model axis, XLA compiles the update alone.
-    assert (time(model=2).compute, time(model=2).update) == pytest.approx((2 * seconds, 7 * size / 2 / 4e9))
-    assert time(data=2, shard="weights").compute == pytest.approx(2 * seconds)
+    assert (time(model=2).compute, time(model=2).update) == pytest.approx((4 * seconds, 7 * size / 2 / 4e9))
+    assert time(data=2, shard="weights").compute == pytest.approx(4 * seconds)
     stages = time(pipeline=2, micro_batches=16)
-    added = 15 * 3 * size / 2 / 4e9  # the gradients of 16 micro-batches
+    added = 15 * 3 * size / 2 / 2e9  # the gradients of 16 micro-batches
     # Two devices of a process are updated op by op.
-    assert (stages.compute, stages.update) == pytest.approx((seconds, 7 * size / 2 / 1e9 + added))
+    assert (stages.compute, stages.update) == pytest.approx((2 * seconds, 7 * size / 2 / 1e9 + added))
 
 
 def test_times_of_passes_lie_between_those_that_were_measured():
-    rates = Rates(passes=((2, 1.0), (4, 2.0), (12, 4.0)), update_bandwidth=1.0)
-    assert [rates.seconds(10.0, examples) for examples in (1, 2, 3, 8, 20)] == pytest.approx([5, 10, 15, 30, 60])
-    assert rates.shared(0.5).seconds(10.0, 8) == pytest.approx(60)
-    machine = on(measured=rates)
+    rates = Rates(passes={OPS: ((2, 1.0), (4, 2.0), (12, 4.0))}, updates={OPS: 1.0}, adding=1.0)
+    found = [rates.seconds(PROGRAM, 10.0, examples) for examples in (1, 2, 3, 8, 20)]
+    assert found == pytest.approx([5, 10, 15, 30, 60])
+    assert rates.shared(0.5).seconds(OPS, 10.0, 8) == pytest.approx(60)
+    same = dataclasses.replace(rates, passes={OPS: ((1, 1.0), (2, 1.0))})
+    assert same.seconds(OPS, 10.0, 10) == pytest.approx(10 * (1 + 8 / 4))  # no batch is free
+    machine = on(measured_rates=rates)
     assert predict_plan(question(machine), plan(micro_batches=4)).time.compute == pytest.approx(4 * 3 * 8e9 * 2.0)
+
+
+def test_replicas_that_share_memory_add_up_in_it():
+    """Two tensors of 32 MB are read for each of three sums, and one written."""
+    machine = on(4, worker_flops=1e12, memory_bandwidth=1e9)
+    assert predict_plan(question(machine), plan(data=4)).time.exchange == pytest.approx(3 * 3 * 32e6 / 1e9)
 
 
 # What is listed
@@ -239,11 +250,12 @@ def test_a_thousand_devices_on_paper():
 
 
 def test_what_would_fit_is_named():
-    asked = question(on(2, memory=565 * MB), recomputes=("none", "blocks"), shards=("none", "optimizer"))
+    machine = on(2, memory=760 * MB, fused=1.0)
+    asked = question(machine, recomputes=("none", "blocks"), shards=("none", "optimizer"))
     with pytest.raises(ConfigError) as caught:
         check_fits(asked, plan(data=2, exchange="none"))
     text = str(caught.value)
-    assert "--device_memory=539 MiB: --mesh=data:2 needs" in text
+    assert "--device_memory=725 MiB: --mesh=data:2 needs" in text
     ways = text.partition("It fits with ")[2]
     assert ways.split("; or ")[0] == "--accumulate_steps=2"
     for way in ("--recompute=blocks", "--shard=optimizer", "--mesh=data:1,"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
@@ -19,42 +19,69 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])bit(?:/s)?(?:,\s*(\d+(?:\.\d+)?)\
 _WITHIN, _BETWEEN = Link(2e-4, 1e9), Link(1e-3, 1.25e9)
 
 
+# How a pass, or an update, runs: as one XLA program, as an XLA program for each direction (stages), or op by op.
+PROGRAM, STAGES, OPS = "program", "stages", "ops"
+
+Points = tuple[tuple[int, float], ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches in a training step while the others are idle.
+    """What a device was measured to reach in a training step while the others were idle.
 
     Attributes:
-      passes: Measured forward and backward passes, by ascending number of examples: the number, and the seconds of the
-        pass divided by the FLOPs for one example.
-      update_bandwidth: Bytes per second of gradients, weights and state that an optimizer reads and writes.
+      passes: Forward and backward passes, by how they run. Points by ascending number of examples: the number, and the
+        seconds of the pass divided by the FLOPs for one example. `OPS` is always there.
+      updates: Bytes per second of gradients, weights and state that an update reads and writes, by how it runs: once
+        each gradient, twice the others. `OPS` is always there.
+      adding: Bytes per second that the sum of two tensors reads and writes.
     """
 
-    passes: tuple[tuple[int, float], ...]
-    update_bandwidth: float
+    passes: Mapping[str, Points]
+    updates: Mapping[str, float]
+    adding: float
 
-    def seconds(self, flops: float, examples: float) -> float:
+    def seconds(self, way: str, flops: float, examples: float) -> float:
         """Returns the seconds of a pass, interpolated between those that were measured.
 
         Args:
+          way: How it runs.
           flops: FLOPs for an example.
           examples: Number of examples.
         """
-        return flops * _interpolated(self.passes, examples)
+        return flops * _interpolated(self.passes.get(way) or self.passes[OPS], examples)
+
+    def update(self, way: str) -> float:
+        """Returns the bytes per second of an update."""
+        return self.updates.get(way) or self.updates[OPS]
 
     def shared(self, share: float) -> Rates:
         """Returns the rates of a device that gets only a share of its time."""
-        passes = tuple((examples, seconds / share) for examples, seconds in self.passes)
-        return Rates(passes=passes, update_bandwidth=self.update_bandwidth * share)
+        return Rates(
+            passes={
+                way: tuple((examples, seconds / share) for examples, seconds in points)
+                for way, points in self.passes.items()
+            },
+            updates={way: share * rate for way, rate in self.updates.items()},
+            adding=share * self.adding,
+        )
 
 
-def _interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
-    """Returns the value at a place, on straight lines through points; on a line through the origin before the first."""
+def _interpolated(points: Points, at: float) -> float:
+    """Returns the value at a place, on straight lines through points.
+
+    Before the first point, the line passes through the origin. Beyond the last, it is at least half as steep as the
+    line from there to the origin: noise may make the last points equal.
+    """
     first, last = (0, 0.0), points[0]
     for point in points[1:]:
         if at <= last[0]:
             break
         first, last = last, point
-    return first[1] + (at - first[0]) * (last[1] - first[1]) / (last[0] - first[0])
+    slope = (last[1] - first[1]) / (last[0] - first[0])
+    if at > last[0]:
+        return last[1] + (at - last[0]) * max(slope, last[1] / last[0] / 2)
+    return last[1] + (at - last[0]) * slope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +94,7 @@ class Machine:
       flops: FLOPs per second that a device reaches in a training step while the others are idle.
       worker_flops: FLOPs per second of all devices of a worker together, which is less than the sum if they share
         cores; 0: `devices` times `flops`.
-      measured: Measured rates; if XLA compiles passes, or updates, those of compiled ones. None: `flops`, and
-        `memory_bandwidth` in updates.
-      by_op: The rates of passes and updates that XLA could compile but does not, because of the plan; None: the same.
+      measured_rates: Measured rates of a device; None: `flops`, and `memory_bandwidth` in updates.
       memory: Bytes of memory of a device; 0 if unknown.
       memory_bandwidth: Bytes per second that sums over devices read and write.
       within: The link between the devices of a worker.
@@ -81,8 +106,7 @@ class Machine:
     devices: int = 1
     flops: float = 1e12
     worker_flops: float = 0.0
-    measured: Rates | None = None
-    by_op: Rates | None = None
+    measured_rates: Rates | None = None
     memory: int = 0
     memory_bandwidth: float = 8e9
     within: Link = _WITHIN
@@ -94,11 +118,13 @@ class Machine:
         """Number of devices of all workers."""
         return self.workers * self.devices
 
-    def rates(self, *, compiles: bool) -> Rates:
-        """Returns the rates of passes or updates that a plan lets XLA compile, or does not."""
-        if self.by_op and not compiles:
-            return self.by_op
-        return self.measured or Rates(passes=((1, 1 / self.flops),), update_bandwidth=self.memory_bandwidth)
+    @property
+    def rates(self) -> Rates:
+        """The rates of a device, measured or not."""
+        if self.measured_rates:
+            return self.measured_rates
+        memory = self.memory_bandwidth
+        return Rates(passes={OPS: ((1, 1 / self.flops),)}, updates={OPS: memory}, adding=memory)
 
     @property
     def crowding(self) -> float:

@@ -9,7 +9,7 @@ come from the owners of shards. As an XLA program it changes variables in place;
 intermediate results of a group of weights (`pure_apply`).
 
 XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps. Passes
-without XLA keep all.
+without XLA keep all, and so do stages, whose forward and backward passes are two programs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.parallel.planner.costs import Weight
-from tfpar.parallel.planner.machine import Machine
+from tfpar.parallel.planner.machine import PROGRAM, Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
@@ -54,9 +54,9 @@ def memory_of(
       in_groups: Whether weights are updated group by group without XLA.
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
-    compiles_passes = compiled and plan.lets_compile
-    fused = machine.fused if compiles_passes else 1.0
-    copies = 0 if compiles_update and replica.lets_compile_update else 1 + state_per_weight // 4 + _INTERMEDIATE
+    in_program = compiled and plan.way == PROGRAM
+    fused = machine.fused if in_program else 1.0
+    copies = 0 if compiles_update and replica.way_of_update == PROGRAM else 1 + state_per_weight // 4 + _INTERMEDIATE
     found = []
     for device in range(replica.devices):
         weights = replica.weights[device]
@@ -67,7 +67,7 @@ def memory_of(
                 **lasting,
                 activations=activations + _gathered(replica, device, plan),
                 update=_update(weights, plan, copies, in_groups=in_groups),
-                one_program=compiles_passes and plan.mesh.devices == 1,
+                one_program=in_program and plan.mesh.devices == 1,
             )
         )
     return max(found, key=lambda memory: memory.size)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from tfpar.parallel.mesh import Mesh
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,11 @@ class Plan:
         return ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1 or axis == "data")
 
     @property
-    def lets_compile(self) -> bool:
-        """Whether XLA can compile passes: not if the devices of a replica communicate in them, or all replicas."""
-        return self.mesh.model == 1 and self.shard in ("none", "optimizer")
+    def way(self) -> str:
+        """How passes run if XLA compiles them where it can: not where devices communicate in them."""
+        if self.mesh.model > 1 or self.shard not in ("none", "optimizer"):
+            return OPS
+        return STAGES if self.mesh.pipeline > 1 else PROGRAM
 
     def options(self) -> dict[str, Any]:
         """Returns the options that make a run follow the plan, by flag name."""

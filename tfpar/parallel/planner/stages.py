@@ -11,6 +11,7 @@ from tfpar.parallel.mesh import Mesh
 from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_evenly, micro_batches_in_flight
 from tfpar.parallel.pipeline.turns import FORWARD, turns
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.parallel.planner.machine import OPS, PROGRAM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,10 @@ class Replica:
     here: int = 0
 
     @property
-    def lets_compile_update(self) -> bool:
-        """Whether XLA can compile the optimizer's update: not if a worker has the devices of several stages, see
-        `Placing.can_compile_update`."""
-        return self.devices == 1 or self.here == 1
+    def way_of_update(self) -> str:
+        """How the optimizer's update runs if XLA compiles it where it can: not where a worker has the devices of
+        several stages, see `Placing.can_compile_update`."""
+        return PROGRAM if self.devices == 1 or self.here == 1 else OPS
 
     def of_device(self, device: int) -> Sequence[Stage]:
         """Returns the stages of one device."""

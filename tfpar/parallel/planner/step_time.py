@@ -9,8 +9,8 @@ worker share cores, a step takes at least the time of all their work at the rate
 Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
 assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
 the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
-twice for every micro-batch, and their gradients scattered. The gradients of micro-batches are added up, and the
-optimizer reads and writes weights, gradients and state once, at the bandwidth of memory.
+twice for every micro-batch, and their gradients scattered. The gradients of micro-batches are added up. The optimizer
+reads gradients once, and reads and writes weights and state once, at the rate of updates.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ def step_time(
       exchange: The exchange of the plan.
     """
     mesh, passes = plan.mesh, plan.micro_batches
-    rates = machine.rates(compiles=plan.lets_compile)
 
     def alone(stage: Stage) -> float:
         flops = _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
-        return rates.seconds(flops, examples)
+        return machine.rates.seconds(plan.way, flops, examples)
 
     spans = mesh.model > machine.devices
     ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
@@ -133,7 +132,10 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     of_worker = max(1, machine.devices // mesh.devices_of_replica)  # replicas
     workers = mesh.data // of_worker
     fullest = max(_trainable(each) for each in replica.weights)
-    seconds = _ring(fullest, of_worker, machine.within, machine)
+    if machine.crowding > 1:  # they share memory: a sum reads two tensors and writes one
+        seconds = 3 * (of_worker - 1) * fullest * mesh.devices_of_replica / machine.rates.adding
+    else:
+        seconds = _ring(fullest, of_worker, machine.within, machine)
     if workers == 1:
         return seconds
     # Parts of a replica on one worker, each once.
@@ -166,7 +168,7 @@ def _adding(replica: Replica, plan: Plan, machine: Machine) -> float:
     size = max(_trainable(each) for each in replica.weights)
     owners = plan.mesh.data if plan.shard in ("gradients", "weights") else 1
     touched = 3 * (plan.micro_batches - 1) * size / owners
-    return touched * _busy(machine) / machine.rates(compiles=True).update_bandwidth
+    return touched * _busy(machine) / machine.rates.adding
 
 
 def _busy(machine: Machine) -> int:
@@ -179,7 +181,7 @@ def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: in
     size = max(_trainable(each) for each in replica.weights)
     touched = size * (3 + 2 * state_per_weight / 4)
     owners = plan.mesh.data if plan.shard != "none" else 1
-    return touched * _busy(machine) / owners / machine.rates(compiles=replica.lets_compile_update).update_bandwidth
+    return touched * _busy(machine) / owners / machine.rates.update(replica.way_of_update)
 
 
 def _trainable(weights: Sequence[Weight], divided: bool | None = None) -> int:

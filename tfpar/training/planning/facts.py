@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -27,7 +28,8 @@ from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning.counting import count_model
-from tfpar.training.planning.measuring import Measured, measure
+from tfpar.training.planning.machines import device_memory
+from tfpar.training.planning.measuring import Limits, Measured, measure
 
 import keras
 import tensorflow as tf
@@ -35,6 +37,7 @@ from tensorflow.python.eager import context
 
 Build = Callable[[], keras.Model]
 _PROBE = (64, 64)  # shape of the weight whose state is counted
+_MEMORY = 4 << 30  # of a machine that does not say what it has
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,12 +106,12 @@ def find_facts(
     """
     spec = optimizer or OptimizerSpec(None, False)
 
-    def find() -> Facts:
+    def find(*, alone: bool = False) -> Facts:
         precision.set_policy(config.precision)
-        return _facts(build, config, sizes, spec, layout, most_examples)
+        return _facts(build, config, sizes, spec, layout, most_examples, alone=alone)
 
     if context.context()._context_handle is None and hasattr(os, "fork"):
-        return _in_fork(find)
+        return _in_fork(functools.partial(find, alone=True))
     policy, state = keras.config.dtype_policy(), keras_calls.thread_state()
     try:
         with keras_calls.in_thread_state({name: _copied(value) for name, value in state.items()}), tf.device("CPU:0"):
@@ -129,17 +132,27 @@ def _facts(
     spec: OptimizerSpec,
     layout: Mapping[str, str] | None,
     most_examples: int,
+    *,
+    alone: bool,
 ) -> Facts:
+    """`find_facts` in this process, which ends afterwards if it is `alone`."""
     model = build if isinstance(build, keras.Model) else build()
     if not isinstance(model, keras.Model) or not model.built:
         raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
     costs = count_model(model, sizes, layout, length=config.input.sequence_length)
     compiled, compiles_update = _compiled(model, config)
-    created = spec.create(config)
     measured = None
     if most_examples:
-        measured = measure(*(model, costs, created, most_examples), compiled=compiled, compiles_update=compiles_update)
-        created = spec.create(config)
+        weights = sum(weight.size for layer in costs.whole for weight in layer.weights)
+        limits = Limits(
+            examples=most_examples,
+            length=config.input.sequence_length,
+            memory=(device_memory("CPU", 1) or _MEMORY) // 2 - 2 * weights,
+            reports=alone,
+        )
+        compiles = {"compiled": compiled, "compiles_update": compiles_update}
+        measured = measure(model, costs, spec.create(config), limits, **compiles)
+    created = spec.create(config)
     probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
     created.build([probe])
     state = sum(4 * probe.value.shape.num_elements() for each in created.variables if tuple(each.shape) == _PROBE)

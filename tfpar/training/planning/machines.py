@@ -121,8 +121,7 @@ def _of_cpu(measured: Measured | None, peak: float, share: float) -> dict[str, A
     return {
         "flops": flops,
         "worker_flops": flops,
-        "measured": measured.rates.shared(share) if measured else None,
-        "by_op": measured.by_op.shared(share) if measured and measured.by_op else None,
+        "measured_rates": measured.rates.shared(share) if measured else None,
     }
 
 

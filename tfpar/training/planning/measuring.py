@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from tfpar.models import graph_cost
+from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.planner.costs import ModelCosts
-from tfpar.parallel.planner.machine import Rates
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Points, Rates
 
 import keras
 import tensorflow as tf
 
 _PASSES = 3  # FLOPs of a step over those of the forward pass
-_LONG_ENOUGH_S = 0.3
-_REPEATS = 3
-_MOST_EXAMPLES = 256
+_REPEATS, _ENOUGH_S = 3, 1.0  # calls that are timed, unless fewer take this long
+_SLOW_S, _LONGEST_S = 0.5, 2.0  # a pass of one example that is long enough; the longest of several, about
+_MOST_EXAMPLES, _LENGTH = 256, 64
 _MOST_KEPT = 1 << 30  # bytes of activations of a pass that is timed
-_LARGE = (2048, 2048)  # shape of the weight whose update is timed: with gradient and state, larger than caches
+_LARGE = (4096, 2048)  # shape of the weight whose update is timed: with its gradient, larger than caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,148 +36,190 @@ class Measured:
     """Measurements on one device.
 
     Attributes:
-      rates: If XLA compiles passes, or updates, those of compiled ones.
-      by_op: The rates without XLA, if XLA compiles any of them.
-      fused: Bytes of activations that XLA holds, as a fraction of those that the graph keeps; 0 without XLA.
+      rates: Rates of passes and updates.
+      fused: Bytes of activations that XLA holds, as a fraction of those that the graph keeps; 0 if that is not known.
     """
 
     rates: Rates
-    by_op: Rates | None = None
     fused: float = 0.0
 
     @property
     def flops(self) -> float:
         """FLOPs per second of the largest passes."""
-        examples, seconds = self.rates.passes[-1]
+        examples, seconds = (self.rates.passes.get(PROGRAM) or self.rates.passes[OPS])[-1]
         return examples / seconds
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Measured:
         """The measurements, from the JSON of `dataclasses.asdict(measured)`."""
-        by_op = value["by_op"]
-        return cls(_rates(value["rates"]), by_op and _rates(by_op), value["fused"])
+        rates = value["rates"]
+        passes = {way: tuple(map(tuple, points)) for way, points in rates["passes"].items()}
+        return cls(Rates(**{**rates, "passes": passes}), value["fused"])
 
 
-def _rates(value: dict[str, Any]) -> Rates:
-    return Rates(**{**value, "passes": tuple(map(tuple, value["passes"]))})
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What is measured, and with how much.
+
+    Attributes:
+      examples: Examples of the largest micro-batch.
+      length: Length of dimensions of inputs that are not known.
+      memory: Bytes that activations may take.
+      reports: Whether XLA may be made to report its memory: in a process that has not used it before, and that ends
+        afterwards, because XLA goes on reporting.
+    """
+
+    examples: int
+    length: int
+    memory: int
+    reports: bool
 
 
 def measure(
     model: keras.Model,
     costs: ModelCosts,
     optimizer: keras.optimizers.Optimizer,
-    most: int,
+    limits: Limits,
     *,
     compiled: bool,
     compiles_update: bool,
-) -> Measured:
-    """Times passes of a few and of more examples, and an update, some seconds in all.
+) -> Measured | None:
+    """Times passes of a few and of more examples, and an update: half a minute at most, beside tracing and compiling.
+
+    Args:
+      model: A built model with symbolic inputs.
+      costs: From `count_model`.
+      optimizer: An unbuilt optimizer. It is built for another weight.
+      limits: See `Limits`.
+      compiled: Whether XLA compiles passes where it can.
+      compiles_update: Whether XLA compiles updates where it can.
+
+    Returns:
+      The measurements; None if the activations of one example take too much memory.
+    """
+    kept = sum(layer.kept for layer in costs.whole)
+    most = min(_MOST_EXAMPLES, limits.examples, int(min(_MOST_KEPT, limits.memory) / max(kept, 1.0)))
+    if most < 1:
+        return None
+    ways = [PROGRAM, *([STAGES] if costs.crossing else []), OPS] if compiled else [OPS]
+    passes: dict[str, Points] = {}
+    held: list[int] = []
+    with _reported(compiled and limits.reports) as temporaries:
+        for way in ways:
+            seconds = _timed_passes(_step(model, way), model, most, limits.length)
+            passes[way] = tuple((each, took / (_PASSES * costs.flops)) for each, took in seconds.items())
+            held.append(temporaries())
+        updates, adding = _memory_rates(optimizer, [PROGRAM, OPS] if compiles_update else [OPS])
+    rates = Rates(passes=passes, updates=updates, adding=adding)
+    return Measured(rates, held[0] / (kept * passes[ways[0]][-1][0]) if kept else 0.0)
+
+
+def seconds_of_pass(model: keras.Model, examples: int, *, compiled: bool) -> float:
+    """Seconds of a forward and backward pass, the fastest of a few.
 
     Args:
       model: A built model with symbolic inputs; dimensions that are not known have length 64.
-      costs: From `count_model`.
-      optimizer: An unbuilt optimizer. It is built for another weight.
-      most: Examples of the largest micro-batch to try.
-      compiled: Whether XLA compiles passes. XLA reports memory only in a process that has not used it before.
-      compiles_update: Whether XLA compiles updates.
+      examples: Number of examples.
+      compiled: Whether XLA compiles the pass.
     """
-    kept = sum(layer.kept for layer in costs.whole)
-    most = max(1, min(most, int(_MOST_KEPT / max(kept, 1.0))))
-    with _reported(compiled) as temporaries:
-        passes = _timed_passes(model, costs, most, compiled=compiled)
-        held = temporaries()
-        bandwidth = _update_bandwidth(optimizer, (True, False) if compiles_update else (False,))
-    by_op = None
-    if compiled or compiles_update:
-        own = _timed_passes(model, costs, most, compiled=False) if compiled else passes
-        by_op = Rates(passes=own, update_bandwidth=bandwidth[-1])
-    rates = Rates(passes=passes, update_bandwidth=bandwidth[0])
-    return Measured(rates, by_op, held / (kept * passes[-1][0]) if kept else 0.0)
+    return _seconds(_step(model, PROGRAM if compiled else OPS), model, examples, _LENGTH)
 
 
-def _timed_passes(model: keras.Model, costs: ModelCosts, most: int, *, compiled: bool) -> tuple[tuple[int, float], ...]:
-    """`Rates.passes` for one example, as many as take long enough, and between: small matrices are slower than large
-    ones."""
-    step = _step(model, compiled=compiled)
-    many = min(most, _MOST_EXAMPLES)
-    seconds = {1: _seconds(step, model, 1)}
-    if seconds[1] > _LONG_ENOUGH_S:
-        many = min(many, 4)
-    elif seconds[1] * many > 8 * _LONG_ENOUGH_S:
-        many = max(2, int(8 * _LONG_ENOUGH_S / seconds[1]))
+def _timed_passes(step: Callable[..., Any], model: keras.Model, most: int, length: int) -> dict[int, float]:
+    """Seconds of passes of one example, of as many as do not take too long, and of a number between: small matrices are
+    slower than large ones."""
+    seconds = {1: _seconds(step, model, 1, length)}
+    if seconds[1] > _SLOW_S:
+        return seconds
+    many = min(most, max(2, int(_LONGEST_S / seconds[1])))
     for examples in sorted({math.isqrt(many) if many > 4 else many, many} - {1}):
         # Noise may make a larger batch seem free.
-        seconds[examples] = max(_seconds(step, model, examples), *seconds.values())
-    return tuple((examples, took / (_PASSES * costs.flops)) for examples, took in seconds.items())
+        seconds[examples] = max(_seconds(step, model, examples, length), *seconds.values())
+    return seconds
 
 
-def _update_bandwidth(optimizer: keras.optimizers.Optimizer, ways: Sequence[bool]) -> list[float]:
-    """Bytes per second that an update reads and writes: gradient, weight and state, the last two twice.
+def _step(model: keras.Model, way: str) -> Callable[..., Any]:
+    """A forward and backward pass: `(inputs, weights, state) -> (loss, gradients)`."""
+
+    def forward(inputs: Any, weights: Any, state: Any) -> tf.Tensor:
+        structured = graph_cost.in_structure(model, inputs)
+        outputs, _ = model.stateless_call(weights, state, structured, training=True)
+        return graph_cost.stand_in_loss(outputs)
+
+    apart = tf.function(forward, autograph=False, jit_compile=True) if way == STAGES else forward
+
+    def step(inputs: Any, weights: Any, state: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = apart(inputs, weights, state)
+        return loss, [each for each in tape.gradient(loss, weights) if each is not None]
+
+    return tf.function(step, autograph=False, jit_compile=True if way == PROGRAM else None)
+
+
+def _seconds(step: Callable[..., Any], model: keras.Model, examples: int, length: int) -> float:
+    """The fastest of a few passes."""
+    shapes = [[examples, *(size or length for size in tensor.shape[1:])] for tensor in model.inputs]
+    inputs = [tf.zeros(shape, tensor.dtype) for shape, tensor in zip(shapes, model.inputs, strict=True)]
+    weights, state = (
+        [tf.convert_to_tensor(each) for each in variables]
+        for variables in (model.trainable_variables, model.non_trainable_variables)
+    )
+    return _fastest(lambda: step(inputs, weights, state)[0])
+
+
+def _fastest(call: Callable[[], tf.Tensor]) -> float:
+    """Seconds of the fastest of a few calls, after a first one."""
+    call().numpy()
+    taken: list[float] = []
+    while len(taken) < _REPEATS and sum(taken) < _ENOUGH_S:
+        began = time.perf_counter()
+        call().numpy()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def _memory_rates(optimizer: keras.optimizers.Optimizer, ways: Sequence[str]) -> tuple[dict[str, float], float]:
+    """`Rates.updates` and `Rates.adding`.
 
     Args:
-      optimizer: An unbuilt optimizer.
-      ways: For each result, whether XLA compiles the update.
+      optimizer: An unbuilt optimizer. If it is not elementwise, the rate of one weight says nothing of others, and the
+        rate of adding is assumed.
+      ways: How updates run.
     """
+    gradient = tf.fill(_LARGE, 1e-3)
+    size = 4 * math.prod(_LARGE)
+    add = tf.function(lambda one, other: one + other)
+    adding = 3 * size / _fastest(lambda: add(gradient, gradient)[0, 0])
+    if type(optimizer) not in ELEMENTWISE:
+        return dict.fromkeys(ways, adding), adding
     weight = keras.Variable(tf.ones(_LARGE), name="kernel")
     optimizer.build([weight])
     variables = [weight.value, *(each.value for each in optimizer.variables)]
-    touched = 4 * sum((3 if each is weight.value else 2) * each.shape.num_elements() for each in variables)
+    touched = size + sum(2 * each.dtype.size * each.shape.num_elements() for each in variables)
 
-    def update(gradient: tf.Tensor) -> None:
+    def update() -> None:
         old, *state = (each.read_value() for each in variables)
         new = itertools.chain(*pure_apply(optimizer, state, [old], [gradient]))
         for variable, value in zip(variables, new, strict=True):
             variable.assign(value, read_value=False)
 
-    gradient, found = tf.fill(_LARGE, 1e-3), []
-    for compiles in ways:
-        program = tf.function(update, autograph=False, jit_compile=compiles or None)
-        taken = []
-        for _ in range(_REPEATS + 1):
-            began = time.perf_counter()
-            program(gradient)
-            weight.value[0, 0].numpy()
-            taken.append(time.perf_counter() - began)
-        found.append(touched / min(taken[1:]))
-    return found
+    def rate(way: str) -> float:
+        program = tf.function(update, autograph=False, jit_compile=True if way == PROGRAM else None)
 
+        def call() -> tf.Tensor:
+            program()
+            return weight.value[0, 0]
 
-def seconds_of_pass(model: keras.Model, examples: int, *, compiled: bool) -> float:
-    """Seconds of a forward and backward pass, the fastest of a few; arguments as of `measure`."""
-    return _seconds(_step(model, compiled=compiled), model, examples)
+        return touched / _fastest(call)
 
-
-def _step(model: keras.Model, *, compiled: bool) -> Callable[..., Any]:
-    def step(inputs: Any, weights: Any, state: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            structured = graph_cost.in_structure(model, inputs)
-            outputs, _ = model.stateless_call(weights, state, structured, training=True)
-            loss = graph_cost.stand_in_loss(outputs)
-        return loss, [each for each in tape.gradient(loss, weights) if each is not None]
-
-    return tf.function(step, autograph=False, jit_compile=compiled or None)
-
-
-def _seconds(step: Callable[..., Any], model: keras.Model, examples: int) -> float:
-    """The fastest of a few passes."""
-    inputs = [tf.zeros([examples, *(size or 64 for size in tensor.shape[1:])], tensor.dtype) for tensor in model.inputs]
-    weights, state = (
-        [tf.convert_to_tensor(each) for each in variables]
-        for variables in (model.trainable_variables, model.non_trainable_variables)
-    )
-    taken = []
-    for _ in range(_REPEATS + 1):
-        began = time.perf_counter()
-        step(inputs, weights, state)[0].numpy()
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+    return {way: rate(way) for way in ways}, adding
 
 
 @contextlib.contextmanager
-def _reported(compiled: bool) -> Iterator[Callable[[], int]]:
+def _reported(reports: bool) -> Iterator[Callable[[], int]]:
     """In this context XLA reports its programs; the yielded function returns the most temporaries of one, in bytes."""
-    if not compiled:
+    if not reports:
         yield lambda: 0
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,102 @@
+"""Which passes and updates are timed, for how long, and what is made of the times."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Rates
+from tfpar.training.planning import measuring
+from tfpar.training.planning.counting import count_model
+from tfpar.training.planning.machines import Given, machine_of
+from tfpar.training.planning.measuring import Limits, Measured, measure
+
+import keras
+import pytest
+
+LIMITS = Limits(examples=64, length=8, memory=1 << 30, reports=False)
+SLOWER = {PROGRAM: 1.0, STAGES: 1.5, OPS: 2.0}
+
+
+@pytest.fixture(scope="module")
+def model() -> keras.Model:
+    return keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(64, "relu"), keras.layers.Dense(3)])
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Passes whose time is known: the calls, and a function that sets the seconds of one example."""
+    calls: list[tuple[str, int, int]] = []
+    each = {"seconds": 0.01}
+
+    def seconds(step: str, model: keras.Model, examples: int, length: int) -> float:
+        calls.append((step, examples, length))
+        return SLOWER[step] * each["seconds"] * examples
+
+    monkeypatch.setattr(measuring, "_step", lambda model, way: way)
+    monkeypatch.setattr(measuring, "_seconds", seconds)
+    monkeypatch.setattr(measuring, "_memory_rates", lambda optimizer, ways: (dict.fromkeys(ways, 1e9), 2e9))
+    return calls, each
+
+
+def measured(model: keras.Model, limits: Limits = LIMITS, **how: bool) -> Measured | None:
+    costs = count_model(model, [], length=8)
+    how = {"compiled": True, "compiles_update": True, **how}
+    return measure(model, costs, keras.optimizers.AdamW(), limits, **how)
+
+
+def test_every_way_to_run_is_timed_with_few_and_many_examples(model, timed):
+    calls, _ = timed
+    found = measured(model)
+    assert calls == [(way, examples, 8) for way in (PROGRAM, STAGES, OPS) for examples in (1, 8, 64)]
+    flops = 3 * count_model(model, [], length=8).flops
+    assert {way: found.rates.seconds(way, flops, 32) for way in SLOWER} == pytest.approx(
+        {way: 32 * 0.01 * slower for way, slower in SLOWER.items()}
+    )
+    assert found.flops == pytest.approx(flops / 0.01)
+    assert found.rates.updates == {PROGRAM: 1e9, OPS: 1e9}
+
+
+def test_without_xla_one_way_is_timed(model, timed):
+    calls, _ = timed
+    found = measured(model, compiled=False, compiles_update=False)
+    assert {way for way, *_ in calls} == {OPS}
+    assert found.rates.updates == {OPS: 1e9}
+    assert found.rates.seconds(PROGRAM, 1.0, 4) == found.rates.seconds(OPS, 1.0, 4)
+
+
+@pytest.mark.parametrize(("seconds", "sizes"), [(0.6, {1}), (0.15, {1, 2, 6}), (1e-4, {1, 8, 64})])
+def test_slow_passes_are_timed_with_fewer_examples(model, timed, seconds, sizes):
+    calls, each = timed
+    each["seconds"] = seconds
+    measured(model, compiled=False)
+    assert {examples for _, examples, _ in calls} == sizes
+
+
+def test_activations_must_fit(model, timed):
+    calls, _ = timed
+    kept = sum(layer.kept for layer in count_model(model, [], length=8).whole)
+    measured(model, dataclasses.replace(LIMITS, memory=int(9.5 * kept)), compiled=False)
+    assert {examples for _, examples, _ in calls} == {1, 3, 9}
+    assert measured(model, dataclasses.replace(LIMITS, memory=int(kept) // 2)) is None
+
+
+def test_real_passes_and_updates(model):
+    found = measured(model, dataclasses.replace(LIMITS, examples=2))
+    assert {*found.rates.passes} == {PROGRAM, STAGES, OPS}
+    assert all(seconds > 0.0 for points in found.rates.passes.values() for _, seconds in points)
+    assert 1e6 < min(found.rates.updates.values()) < 1e13
+    assert 1e6 < found.rates.adding < 1e13
+    assert measure(model, count_model(model, []), keras.optimizers.Muon(), LIMITS, compiled=False, compiles_update=True)
+
+
+def test_workers_of_one_machine_share_its_rates():
+    found = Measured(Rates(passes={OPS: ((1, 1e-9),)}, updates={OPS: 4e9}, adding=8e9))
+    alone, shared = (
+        machine_of(2, 1, "CPU", precision="float32", measured=found, given=Given(), workers_here=workers)
+        for workers in (1, 2)
+    )
+    assert (alone.flops, alone.rates.update(OPS), alone.rates.adding) == pytest.approx((1e9, 4e9, 8e9))
+    assert (shared.flops, shared.rates.update(OPS), shared.rates.adding) == pytest.approx((5e8, 2e9, 4e9))
+    assert shared.rates.seconds(OPS, 1.0, 1) == pytest.approx(2e-9)
+    given = machine_of(2, 1, "CPU", precision="float32", measured=found, given=Given(flops=3e9))
+    assert given.rates.seconds(PROGRAM, 3e9, 2) == pytest.approx(2.0)
