@@ -10,7 +10,17 @@ from tests.parallel.planner.harness import MB, on, plan, question, stack
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
-from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine, Rates, format_size, parse_link, parse_size
+from tfpar.parallel.planner.machine import (
+    OPS,
+    PROGRAM,
+    STAGES,
+    Machine,
+    Point,
+    Rates,
+    format_size,
+    parse_link,
+    parse_size,
+)
 from tfpar.parallel.planner.plan import StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
 from tfpar.parallel.planner.table import describe_machine, limits, table
@@ -128,7 +138,7 @@ def test_workers_that_divide_a_stage_have_a_link_each():
 
 def test_passes_and_updates_have_the_rates_of_how_they_run():
     rates = Rates(
-        passes={PROGRAM: ((1, 1e-12),), STAGES: ((1, 2e-12),), OPS: ((1, 4e-12),)},
+        passes={PROGRAM: [Point(1, 1e-12)], STAGES: [Point(1, 2e-12)], OPS: [Point(1, 4e-12)]},
         updates={PROGRAM: 4e9, OPS: 1e9},
         adding=2e9,
     )
@@ -149,14 +159,26 @@ def test_passes_and_updates_have_the_rates_of_how_they_run():
 
 
 def test_times_of_passes_lie_between_those_that_were_measured():
-    rates = Rates(passes={OPS: ((2, 1.0), (4, 2.0), (12, 4.0))}, updates={OPS: 1.0}, adding=1.0)
+    points = [Point(2, 1.0, 10.0), Point(4, 2.0, 10.0), Point(12, 4.0, 10.0)]
+    rates = Rates(passes={OPS: points}, updates={OPS: 1.0}, adding=1.0)
     found = [rates.seconds(PROGRAM, 10.0, examples) for examples in (1, 2, 3, 8, 20)]
     assert found == pytest.approx([5, 10, 15, 30, 60])
-    assert rates.shared(0.5).seconds(OPS, 10.0, 8) == pytest.approx(60)
-    same = dataclasses.replace(rates, passes={OPS: ((1, 1.0), (2, 1.0))})
-    assert same.seconds(OPS, 10.0, 10) == pytest.approx(10 * (1 + 8 / 4))  # no batch is free
+    assert rates.processor(OPS, 10.0, 24) == pytest.approx(10 * (10 + 12 * 10 / 12 / 2))  # no batch is free
     machine = on(measured_rates=rates)
     assert predict_plan(question(machine), plan(micro_batches=4)).time.compute == pytest.approx(4 * 3 * 8e9 * 2.0)
+
+
+def test_devices_that_share_cores_take_their_processor_time_together():
+    """Four cores, of which a pass keeps two busy."""
+    rates = Rates(passes={OPS: [Point(1, 1e-12, 2e-12)]}, updates={OPS: 1e30}, adding=1e30)
+    alone = 3 * 8e9 * 16 * 1e-12
+    for sharing, factor in ((1, 1.0), (2, 1.0), (4, 2.0), (8, 4.0)):
+        machine = on(1, 8, measured_rates=rates, cores=4, sharing=sharing)
+        found = predict_plan(question(machine, batch=8 * 16), plan(data=8)).time.compute
+        assert found == pytest.approx(alone * factor), sharing
+    # Four stages in two workers: each is busy for a quarter of the time of a pass, all together for half of it.
+    machine = on(2, 2, measured_rates=rates, cores=4, sharing=4)
+    assert predict_plan(question(machine), plan(pipeline=4)).time.compute == pytest.approx(alone / 2)
 
 
 def test_replicas_that_share_memory_add_up_in_it():

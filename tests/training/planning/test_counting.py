@@ -11,7 +11,7 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.mesh import parse_mesh
 from tfpar.parallel.planner.costs import distinct
-from tfpar.parallel.planner.machine import OPS, Machine, Rates
+from tfpar.parallel.planner.machine import OPS, Machine, Point, Rates
 from tfpar.parallel.planner.plan import Plan
 from tfpar.parallel.planner.search import predict_plan
 from tfpar.training.planning.counting import count_model
@@ -100,7 +100,7 @@ def test_what_cannot_be_divided_is_named():
 def test_facts_travel_between_processes(counted, name):
     facts = Facts(costs=counted[name][1], state_per_weight=8, **FLAGS)
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
-    rates = Rates(passes={OPS: ((1, 1e-9), (4, 2e-9))}, updates={OPS: 1e10}, adding=1e9)
+    rates = Rates(passes={OPS: [Point(1, 1e-9), Point(4, 2e-9, 4e-9)]}, updates={OPS: 1e10}, adding=1e9)
     measured = dataclasses.replace(facts, measured=Measured(rates, 0.7))
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(measured)))) == measured
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Rates
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Point, Rates
+from tfpar.process.cores import cores
 from tfpar.training.planning import measuring
 from tfpar.training.planning.counting import count_model
 from tfpar.training.planning.machines import Given, machine_of
@@ -28,12 +29,13 @@ def timed(monkeypatch):
     calls: list[tuple[str, int, int]] = []
     each = {"seconds": 0.01}
 
-    def seconds(step: str, model: keras.Model, examples: int, length: int) -> float:
+    def took(step: str, model: keras.Model, examples: int, length: int) -> tuple[float, float]:
         calls.append((step, examples, length))
-        return SLOWER[step] * each["seconds"] * examples
+        seconds = SLOWER[step] * each["seconds"] * examples
+        return seconds, 3 * seconds
 
     monkeypatch.setattr(measuring, "_step", lambda model, way: way)
-    monkeypatch.setattr(measuring, "_seconds", seconds)
+    monkeypatch.setattr(measuring, "_timed", took)
     monkeypatch.setattr(measuring, "_memory_rates", lambda optimizer, ways: (dict.fromkeys(ways, 1e9), 2e9))
     return calls, each
 
@@ -52,6 +54,7 @@ def test_every_way_to_run_is_timed_with_few_and_many_examples(model, timed):
     assert {way: found.rates.seconds(way, flops, 32) for way in SLOWER} == pytest.approx(
         {way: 32 * 0.01 * slower for way, slower in SLOWER.items()}
     )
+    assert found.rates.processor(OPS, flops, 32) == pytest.approx(3 * 32 * 0.02)
     assert found.flops == pytest.approx(flops / 0.01)
     assert found.rates.updates == {PROGRAM: 1e9, OPS: 1e9}
 
@@ -83,20 +86,20 @@ def test_activations_must_fit(model, timed):
 def test_real_passes_and_updates(model):
     found = measured(model, dataclasses.replace(LIMITS, examples=2))
     assert {*found.rates.passes} == {PROGRAM, STAGES, OPS}
-    assert all(seconds > 0.0 for points in found.rates.passes.values() for _, seconds in points)
+    assert all(min(point) > 0.0 for points in found.rates.passes.values() for point in points)
     assert 1e6 < min(found.rates.updates.values()) < 1e13
     assert 1e6 < found.rates.adding < 1e13
     assert measure(model, count_model(model, []), keras.optimizers.Muon(), LIMITS, compiled=False, compiles_update=True)
 
 
-def test_workers_of_one_machine_share_its_rates():
-    found = Measured(Rates(passes={OPS: ((1, 1e-9),)}, updates={OPS: 4e9}, adding=8e9))
+def test_workers_of_one_machine_share_its_cores_and_memory():
+    found = Measured(Rates(passes={OPS: [Point(1, 1e-9, 2e-9)]}, updates={OPS: 4e9}, adding=8e9))
     alone, shared = (
         machine_of(2, 1, "CPU", precision="float32", measured=found, given=Given(), workers_here=workers)
         for workers in (1, 2)
     )
     assert (alone.flops, alone.rates.update(OPS), alone.rates.adding) == pytest.approx((1e9, 4e9, 8e9))
     assert (shared.flops, shared.rates.update(OPS), shared.rates.adding) == pytest.approx((5e8, 2e9, 4e9))
-    assert shared.rates.seconds(OPS, 1.0, 1) == pytest.approx(2e-9)
+    assert (alone.sharing, shared.sharing, shared.cores) == (1, 2, cores())
     given = machine_of(2, 1, "CPU", precision="float32", measured=found, given=Given(flops=3e9))
-    assert given.rates.seconds(PROGRAM, 3e9, 2) == pytest.approx(2.0)
+    assert (given.rates.seconds(PROGRAM, 3e9, 2), given.cores) == (pytest.approx(2.0), 0)

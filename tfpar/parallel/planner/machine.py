@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
@@ -22,7 +23,19 @@ _WITHIN, _BETWEEN = Link(2e-4, 1e9), Link(1e-3, 1.25e9)
 # How a pass, or an update, runs: as one XLA program, as an XLA program for each direction (stages), or op by op.
 PROGRAM, STAGES, OPS = "program", "stages", "ops"
 
-Points = tuple[tuple[int, float], ...]
+
+class Point(NamedTuple):
+    """A measured forward and backward pass.
+
+    Attributes:
+      examples: Number of examples.
+      seconds: Seconds of the pass, divided by the FLOPs for one example.
+      processor: The same of processor time, of all cores together; 0 if it is not known.
+    """
+
+    examples: int
+    seconds: float
+    processor: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +43,13 @@ class Rates:
     """What a device was measured to reach in a training step while the others were idle.
 
     Attributes:
-      passes: Forward and backward passes, by how they run. Points by ascending number of examples: the number, and the
-        seconds of the pass divided by the FLOPs for one example. `OPS` is always there.
+      passes: Forward and backward passes, by how they run, with ascending numbers of examples. `OPS` is always there.
       updates: Bytes per second of gradients, weights and state that an update reads and writes, by how it runs: once
         each gradient, twice the others. `OPS` is always there.
       adding: Bytes per second that the sum of two tensors reads and writes.
     """
 
-    passes: Mapping[str, Points]
+    passes: Mapping[str, Sequence[Point]]
     updates: Mapping[str, float]
     adding: float
 
@@ -49,25 +61,25 @@ class Rates:
           flops: FLOPs for an example.
           examples: Number of examples.
         """
-        return flops * _interpolated(self.passes.get(way) or self.passes[OPS], examples)
+        points = self.passes.get(way) or self.passes[OPS]
+        return flops * _interpolated([(point.examples, point.seconds) for point in points], examples)
+
+    def processor(self, way: str, flops: float, examples: float) -> float:
+        """Returns the processor time of a pass, as `seconds` its time."""
+        points = self.passes.get(way) or self.passes[OPS]
+        return flops * _interpolated([(point.examples, point.processor) for point in points], examples)
 
     def update(self, way: str) -> float:
         """Returns the bytes per second of an update."""
         return self.updates.get(way) or self.updates[OPS]
 
-    def shared(self, share: float) -> Rates:
-        """Returns the rates of a device that gets only a share of its time."""
-        return Rates(
-            passes={
-                way: tuple((examples, seconds / share) for examples, seconds in points)
-                for way, points in self.passes.items()
-            },
-            updates={way: share * rate for way, rate in self.updates.items()},
-            adding=share * self.adding,
-        )
+    def with_memory_shared(self, share: float) -> Rates:
+        """Returns the rates of a device that gets only a share of the bandwidth of its memory."""
+        updates = {way: share * rate for way, rate in self.updates.items()}
+        return dataclasses.replace(self, updates=updates, adding=share * self.adding)
 
 
-def _interpolated(points: Points, at: float) -> float:
+def _interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
     """Returns the value at a place, on straight lines through points.
 
     Before the first point, the line passes through the origin. Beyond the last, it is at least half as steep as the
@@ -95,6 +107,8 @@ class Machine:
       worker_flops: FLOPs per second of all devices of a worker together, which is less than the sum if they share
         cores; 0: `devices` times `flops`.
       measured_rates: Measured rates of a device; None: `flops`, and `memory_bandwidth` in updates.
+      cores: Number of processor cores of a machine, if processor time was measured; otherwise 0.
+      sharing: Number of devices, of one or several workers, that share these cores.
       memory: Bytes of memory of a device; 0 if unknown.
       memory_bandwidth: Bytes per second that sums over devices read and write.
       within: The link between the devices of a worker.
@@ -107,6 +121,8 @@ class Machine:
     flops: float = 1e12
     worker_flops: float = 0.0
     measured_rates: Rates | None = None
+    cores: int = 0
+    sharing: int = 1
     memory: int = 0
     memory_bandwidth: float = 8e9
     within: Link = _WITHIN
@@ -124,7 +140,7 @@ class Machine:
         if self.measured_rates:
             return self.measured_rates
         memory = self.memory_bandwidth
-        return Rates(passes={OPS: ((1, 1 / self.flops),)}, updates={OPS: memory}, adding=memory)
+        return Rates(passes={OPS: [Point(1, 1 / self.flops)]}, updates={OPS: memory}, adding=memory)
 
     @property
     def crowding(self) -> float:

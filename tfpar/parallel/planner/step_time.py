@@ -63,9 +63,11 @@ def step_time(
     """
     mesh, passes = plan.mesh, plan.micro_batches
 
+    def flops(stage: Stage) -> float:
+        return _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
+
     def alone(stage: Stage) -> float:
-        flops = _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
-        return machine.rates.seconds(plan.way, flops, examples)
+        return machine.rates.seconds(plan.way, flops(stage), examples)
 
     spans = mesh.model > machine.devices
     ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
@@ -79,9 +81,12 @@ def step_time(
     slowest = max(devices, key=turns.__getitem__)
     per_device = len(replica.stages) / mesh.pipeline
     schedule = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
-    # The work of all devices of a worker in a step, one after the other at their joint rate.
-    here = sum(work) * passes * mesh.model * machine.devices / mesh.devices_of_replica
-    crowded = here * machine.crowding / machine.devices
+    # The work of all devices that share cores, one after the other at their joint rate.
+    if machine.cores:
+        busy = machine.rates.processor(plan.way, sum(map(flops, replica.stages)), examples)
+        crowded = busy * passes * mesh.model * machine.sharing / mesh.devices_of_replica / machine.cores
+    else:
+        crowded = sum(work) * passes * mesh.model * machine.crowding / mesh.devices_of_replica
     # Once per step, the devices of the model axis sum the gradients of each whole weight.
     agreeing = sum(ring(_trainable(each, divided=False), mesh.model) for each in replica.weights)
     compute = max(passes * work[slowest], crowded)

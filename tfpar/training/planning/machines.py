@@ -97,6 +97,7 @@ def machine_of(
         rates = {"flops": _REACHED * peak_flops(precision).flops}
     else:
         rates = _of_cpu(measured, peak_flops(precision).flops, _share(workers_here))
+        rates |= {"cores": cores() if measured else 0, "sharing": devices * workers_here}
     return Machine(
         workers=workers,
         devices=devices,
@@ -115,13 +116,13 @@ def _of_cpu(measured: Measured | None, peak: float, share: float) -> dict[str, A
     Args:
       measured: As of `machine_of`.
       peak: FLOPs per second if nothing was measured.
-      share: The share of the rates that a worker reaches.
+      share: The share of the rates that a worker reaches while the others on its machine are busy.
     """
     flops = share * (measured.flops if measured else peak)
     return {
         "flops": flops,
         "worker_flops": flops,
-        "measured_rates": measured.rates.shared(share) if measured else None,
+        "measured_rates": measured.rates.with_memory_shared(share) if measured else None,
     }
 
 

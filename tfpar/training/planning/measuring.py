@@ -18,7 +18,7 @@ from tfpar.models import graph_cost
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.planner.costs import ModelCosts
-from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Points, Rates
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Point, Rates
 
 import keras
 import tensorflow as tf
@@ -28,6 +28,7 @@ _REPEATS, _ENOUGH_S = 3, 1.0  # calls that are timed, unless fewer take this lon
 _SLOW_S, _LONGEST_S = 0.5, 2.0  # a pass of one example that is long enough; the longest of several, about
 _MOST_EXAMPLES, _LENGTH = 256, 64
 _MOST_KEPT = 1 << 30  # bytes of activations of a pass that is timed
+_Times = tuple[float, float]  # seconds, and processor seconds of all cores
 _LARGE = (4096, 2048)  # shape of the weight whose update is timed: with its gradient, larger than caches
 
 
@@ -46,14 +47,14 @@ class Measured:
     @property
     def flops(self) -> float:
         """FLOPs per second of the largest passes."""
-        examples, seconds = (self.rates.passes.get(PROGRAM) or self.rates.passes[OPS])[-1]
-        return examples / seconds
+        largest = (self.rates.passes.get(PROGRAM) or self.rates.passes[OPS])[-1]
+        return largest.examples / largest.seconds
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Measured:
         """The measurements, from the JSON of `dataclasses.asdict(measured)`."""
         rates = value["rates"]
-        passes = {way: tuple(map(tuple, points)) for way, points in rates["passes"].items()}
+        passes = {way: [Point(*point) for point in points] for way, points in rates["passes"].items()}
         return cls(Rates(**{**rates, "passes": passes}), value["fused"])
 
 
@@ -102,16 +103,17 @@ def measure(
     if most < 1:
         return None
     ways = [PROGRAM, *([STAGES] if costs.crossing else []), OPS] if compiled else [OPS]
-    passes: dict[str, Points] = {}
+    passes: dict[str, list[Point]] = {}
     held: list[int] = []
     with _reported(compiled and limits.reports) as temporaries:
         for way in ways:
-            seconds = _timed_passes(_step(model, way), model, most, limits.length)
-            passes[way] = tuple((each, took / (_PASSES * costs.flops)) for each, took in seconds.items())
+            timed = _timed_passes(_step(model, way), model, most, limits.length)
+            flops = _PASSES * costs.flops
+            passes[way] = [Point(each, took / flops, busy / flops) for each, (took, busy) in timed.items()]
             held.append(temporaries())
         updates, adding = _memory_rates(optimizer, [PROGRAM, OPS] if compiles_update else [OPS])
     rates = Rates(passes=passes, updates=updates, adding=adding)
-    return Measured(rates, held[0] / (kept * passes[ways[0]][-1][0]) if kept else 0.0)
+    return Measured(rates, held[0] / (kept * passes[ways[0]][-1].examples) if kept else 0.0)
 
 
 def seconds_of_pass(model: keras.Model, examples: int, *, compiled: bool) -> float:
@@ -122,20 +124,21 @@ def seconds_of_pass(model: keras.Model, examples: int, *, compiled: bool) -> flo
       examples: Number of examples.
       compiled: Whether XLA compiles the pass.
     """
-    return _seconds(_step(model, PROGRAM if compiled else OPS), model, examples, _LENGTH)
+    return _timed(_step(model, PROGRAM if compiled else OPS), model, examples, _LENGTH)[0]
 
 
-def _timed_passes(step: Callable[..., Any], model: keras.Model, most: int, length: int) -> dict[int, float]:
-    """Seconds of passes of one example, of as many as do not take too long, and of a number between: small matrices are
-    slower than large ones."""
-    seconds = {1: _seconds(step, model, 1, length)}
-    if seconds[1] > _SLOW_S:
-        return seconds
-    many = min(most, max(2, int(_LONGEST_S / seconds[1])))
+def _timed_passes(step: Callable[..., Any], model: keras.Model, most: int, length: int) -> dict[int, _Times]:
+    """Passes of one example, of as many as do not take too long, and of a number between: small matrices are slower
+    than large ones."""
+    times = {1: _timed(step, model, 1, length)}
+    if times[1][0] > _SLOW_S:
+        return times
+    many = min(most, max(2, int(_LONGEST_S / times[1][0])))
     for examples in sorted({math.isqrt(many) if many > 4 else many, many} - {1}):
         # Noise may make a larger batch seem free.
-        seconds[examples] = max(_seconds(step, model, examples, length), *seconds.values())
-    return seconds
+        found = [*times.values(), _timed(step, model, examples, length)]
+        times[examples] = max(took for took, _ in found), max(busy for _, busy in found)
+    return times
 
 
 def _step(model: keras.Model, way: str) -> Callable[..., Any]:
@@ -157,7 +160,7 @@ def _step(model: keras.Model, way: str) -> Callable[..., Any]:
     return tf.function(step, autograph=False, jit_compile=True if way == PROGRAM else None)
 
 
-def _seconds(step: Callable[..., Any], model: keras.Model, examples: int, length: int) -> float:
+def _timed(step: Callable[..., Any], model: keras.Model, examples: int, length: int) -> _Times:
     """The fastest of a few passes."""
     shapes = [[examples, *(size or length for size in tensor.shape[1:])] for tensor in model.inputs]
     inputs = [tf.zeros(shape, tensor.dtype) for shape, tensor in zip(shapes, model.inputs, strict=True)]
@@ -168,14 +171,14 @@ def _seconds(step: Callable[..., Any], model: keras.Model, examples: int, length
     return _fastest(lambda: step(inputs, weights, state)[0])
 
 
-def _fastest(call: Callable[[], tf.Tensor]) -> float:
-    """Seconds of the fastest of a few calls, after a first one."""
+def _fastest(call: Callable[[], tf.Tensor]) -> _Times:
+    """The fastest of a few calls, after a first one."""
     call().numpy()
-    taken: list[float] = []
-    while len(taken) < _REPEATS and sum(taken) < _ENOUGH_S:
-        began = time.perf_counter()
+    taken: list[_Times] = []
+    while len(taken) < _REPEATS and sum(seconds for seconds, _ in taken) < _ENOUGH_S:
+        began, worked = time.perf_counter(), time.process_time()
         call().numpy()
-        taken.append(time.perf_counter() - began)
+        taken.append((time.perf_counter() - began, time.process_time() - worked))
     return min(taken)
 
 
@@ -190,7 +193,7 @@ def _memory_rates(optimizer: keras.optimizers.Optimizer, ways: Sequence[str]) ->
     gradient = tf.fill(_LARGE, 1e-3)
     size = 4 * math.prod(_LARGE)
     add = tf.function(lambda one, other: one + other)
-    adding = 3 * size / _fastest(lambda: add(gradient, gradient)[0, 0])
+    adding = 3 * size / _fastest(lambda: add(gradient, gradient)[0, 0])[0]
     if type(optimizer) not in ELEMENTWISE:
         return dict.fromkeys(ways, adding), adding
     weight = keras.Variable(tf.ones(_LARGE), name="kernel")
@@ -211,7 +214,7 @@ def _memory_rates(optimizer: keras.optimizers.Optimizer, ways: Sequence[str]) ->
             program()
             return weight.value[0, 0]
 
-        return touched / _fastest(call)
+        return touched / _fastest(call)[0]
 
     return {way: rate(way) for way in ways}, adding
 
