@@ -7,7 +7,7 @@ from tfpar.config import ConfigError
 from tfpar.exchange import Exchange, buckets
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
-from tfpar.exchange.reducer import LocalReducer, StrategyReducer
+from tfpar.exchange.reducer import LocalReducer, SharedMemoryReducer
 
 import numpy as np
 import pytest
@@ -30,12 +30,13 @@ def gradients_of(replica):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [0, 8, 64, 1 << 20])
 def test_mean_and_sidecar_are_exact_and_equal_on_every_replica(replicas, bucket_bytes, monkeypatch):
+    """In buckets of the strategy's all-reduce or, where the exchange knows that devices share memory, in none."""
     monkeypatch.setattr(buckets, "DENSE_BUCKET_BYTES", bucket_bytes)
     strategy = strategy_of(replicas)
     exchange = Exchange("none")
-    exchange.build([tf.TensorSpec(shape) for shape in SHAPES])
+    exchange.build([tf.TensorSpec(shape) for shape in SHAPES], strategy=None if bucket_bytes else strategy)
 
     @tf.function(autograph=False)
     def step():
@@ -95,8 +96,8 @@ GPU = "/job:worker/replica:0/task:0/device:GPU:0"
     [
         ("none", 1, None, LocalReducer),
         ("int4", 1, None, LocalReducer),
-        ("none", 2, None, StrategyReducer),
-        ("int4", 2, None, StrategyReducer),  # within one worker nothing is compressed
+        ("none", 2, None, SharedMemoryReducer),
+        ("int4", 2, None, SharedMemoryReducer),  # within one worker nothing is compressed
         ("none", 1, world_group(2, 0), DenseReducer),
         ("none", 1, world_group(2, 0, GPU), DenseReducer),  # a group is asked for: not the strategy's all-reduce
         ("int4", 1, world_group(2, 0), CompressedReducer),
@@ -124,7 +125,7 @@ def test_another_number_of_replicas_than_the_exchange_was_built_for(built, runs,
     exchange = Exchange()
     exchange.build([tf.TensorSpec((2,))], strategy=strategy_of(built))
     step = tf.function(lambda: strategy_of(runs).run(lambda: exchange.reduce([tf.ones(2)])), autograph=False)
-    if message is None:  # TensorFlow's all-reduce goes by the strategy that it runs under
+    if message is None:  # the sum goes by the strategy that it runs under
         np.testing.assert_array_equal(step()[0], [1.0, 1.0])
         return
     with pytest.raises(RuntimeError, match=message):

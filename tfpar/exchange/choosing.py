@@ -9,7 +9,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import buckets
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
-from tfpar.exchange.reducer import LocalReducer, Reducer, StrategyReducer
+from tfpar.exchange.reducer import LocalReducer, Reducer, SharedMemoryReducer, StrategyReducer
 from tfpar.exchange.spec import Spec
 
 import tensorflow as tf
@@ -37,6 +37,8 @@ def dense_or_compressed(
         return DenseReducer(shapes, group, device, buckets.DENSE_BUCKET_BYTES, sparse)
     if strategy is not None and strategy.num_replicas_in_sync == 1:
         return LocalReducer(shapes)
+    if group.size == 1 and strategy is not None and all("CPU" in name for name in strategy.extended.worker_devices):
+        return SharedMemoryReducer(shapes, device)
     return StrategyReducer(shapes, buckets.DENSE_BUCKET_BYTES)
 
 

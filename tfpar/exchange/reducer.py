@@ -169,6 +169,33 @@ class LocalReducer(Reducer):
         return dense_traffic(self._elements, replicas, sidecar_length)
 
 
+class SharedMemoryReducer(Reducer):
+    """The sum over replicas whose devices share memory: they read the same result.
+
+    The all-reduce of TensorFlow's strategy would copy gradients into buffers, the sums to each device, and the tensors
+    out of them.
+
+    Args:
+      shapes: Static shapes of the gradients.
+      device: The device that sums.
+    """
+
+    def __init__(self, shapes: Sequence[tf.TensorShape], device: str) -> None:
+        self._elements = sum(shape.num_elements() for shape in shapes)
+        self._device = device
+
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums gradients and sidecar over the replicas of this worker."""
+        del should_apply
+        return reduce_per_worker(lambda *sums: sums, self._device, gradients, sidecar)
+
+    def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
+        """Bytes of a ring over all replicas."""
+        return dense_traffic(self._elements, replicas, sidecar_length)
+
+
 class StrategyReducer(Reducer):
     """The all-reduce of TensorFlow's strategy: through the replica context, of buffers of fused tensors.
 

@@ -13,7 +13,7 @@ from tfpar.config import ExperimentConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
-from tfpar.process.heap import share_heaps
+from tfpar.process.heap import keep_freed_memory, share_heaps
 from tfpar.process.startup import quiet_startup
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning import auto
@@ -103,6 +103,8 @@ def initialize(
     seed_everything(config.train.seed)
     if topology.mesh.devices_of_replica > 1 or config.train.shard != "none":
         share_heaps()  # before TensorFlow starts its threads
+    if topology.local_replicas > 1 and topology.device_type == "CPU":
+        keep_freed_memory()
     runtime = strategies.build(topology)
     precision.set_policy(config.precision)
     if topology.is_chief and config.monitor.verbose:
