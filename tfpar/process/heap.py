@@ -28,8 +28,9 @@ def share_heaps() -> bool:
 def keep_freed_memory() -> bool:
     """Lets each heap keep 256 MiB at its end that are free; returns whether it does.
 
-    Tensors of up to 32 MiB, the most that glibc allows, are then on heaps. By default a heap returns memory at its end to the system, and takes it back, zeroed, for the next tensor. With
-    several replicas in a process, that took up to 40 % of a step.
+    Tensors of up to 32 MiB, the most that glibc allows, are then on heaps. By default a heap returns memory at its end
+    to the system, and takes it back, zeroed, for the next tensor. With several replicas in a process, that took up to
+    half of a step.
 
     Nothing changes with other C libraries, or if the environment sets a size (`MALLOC_TOP_PAD_`, `GLIBC_TUNABLES`).
     """
