@@ -11,9 +11,11 @@ from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_s
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
 from tfpar.parallel import split
+from tfpar.parallel.division import Split
 from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_flight
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import whole_elements
+from tfpar.parallel.topology import Topology
 from tfpar.training.pipeline.graph import steps_of
 from tfpar.training.pipeline.placing import PipelinePlacing
 from tfpar.training.pipeline.stage_program import stages_of
@@ -284,12 +286,37 @@ def test_micro_batches_in_flight():
 
 def test_weights_are_exchanged_together_with_those_of_the_same_holders():
     """Else a worker that shares weights with two others would have a bucket that neither of them has."""
-    peers = types.SimpleNamespace(size=3, rank=0)
-    placing = PipelinePlacing.__new__(PipelinePlacing)
-    placing._worker, placing._devices = types.SimpleNamespace(peers=peers), PipelineDevices(["CPU:0"], 1, 1)
+    peers, placing = placed_over(3)
     variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(5)]
     for variable, ranks in zip(variables, [(0,), (0, 1), (0, 2), (0, 1), (1, 2)], strict=True):
         vars(variable)[split._HELD] = split.Held((2,), ranks, peers)
     exchanged = placing._exchanged_by_worker(variables)
     assert list(exchanged.indices) == [[0], [1, 3], [2]]
-    assert (exchanged.parts, exchanged.part) == (3, 0)
+    assert (exchanged.parts, exchanged.part, exchanged.layer_parts) == (3, 0, 1)
+    assert exchanged.place_names == [f"part_of_3x1_device_{place}" for place in range(3)]
+
+
+def test_whole_weights_are_exchanged_apart_from_parts_that_other_workers_do_not_have():
+    """The workers that divide a stage get the same result for whole weights only if those have their own bucket."""
+    peers, placing = placed_over(2, layers=2)
+    variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(3)]
+    for number, variable in enumerate(variables):
+        part = Split(0, 2) if number == 1 else None
+        vars(variable)[split._HELD] = split.Held((2,), (0,), peers, part, placing._layer_peers)
+        if part:
+            split.mark(variable, part, placing._layer_peers)
+    exchanged = placing._exchanged_by_worker(variables)
+    assert list(exchanged.indices) == [[0, 2], [1]]
+    assert (exchanged.parts, exchanged.part, exchanged.layer_parts) == (4, 0, 2)
+    assert exchanged.place_names == ["part_of_2x2_device_0", "part_of_2x2_device_1"]
+
+
+def placed_over(stages: int, layers: int = 1) -> tuple[types.SimpleNamespace, PipelinePlacing]:
+    """The first of the workers of one device that share a replica: the workers of its pipeline, and its placing."""
+    placing = PipelinePlacing.__new__(PipelinePlacing)
+    shape = {"replica_workers": stages * layers, "pipeline_devices": stages, "model_devices": layers}
+    placing.topology = Topology(name="multi_worker", workers=stages * layers, **shape)
+    peers = types.SimpleNamespace(size=stages, rank=0)
+    placing._worker, placing._devices = types.SimpleNamespace(peers=peers), PipelineDevices(["CPU:0"], 1, 1)
+    placing._layer_peers = types.SimpleNamespace(size=layers, rank=0) if layers > 1 else None
+    return peers, placing

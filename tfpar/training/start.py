@@ -101,10 +101,7 @@ def initialize(
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     seed_everything(config.train.seed)
-    if topology.mesh.devices_of_replica > 1 or config.train.shard != "none":
-        share_heaps()  # before TensorFlow starts its threads
-    if topology.local_replicas > 1 and topology.device_type == "CPU":
-        keep_freed_memory()
+    _set_up_heaps(config, topology)
     runtime = strategies.build(topology)
     precision.set_policy(config.precision)
     if topology.is_chief and config.monitor.verbose:
@@ -112,6 +109,14 @@ def initialize(
         if notice := uneven_notice(config, runtime.topology.replicas):
             _log.info(notice)
     return dataclasses.replace(runtime, options=options)
+
+
+def _set_up_heaps(config: ExperimentConfig, topology: Topology) -> None:
+    """Tunes the C library's heaps before TensorFlow starts its threads."""
+    if topology.mesh.devices_of_replica > 1 or config.train.shard != "none":
+        share_heaps()
+    if topology.local_replicas > 1 and topology.device_type == "CPU":
+        keep_freed_memory()
 
 
 def with_plan(config: ExperimentConfig, options: Mapping[str, Any]) -> ExperimentConfig:
