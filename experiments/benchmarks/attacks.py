@@ -1,18 +1,20 @@
 """A run whose workers strangers attack, beside one that is left alone: how much longer it takes.
 
 The workers of a cluster on this machine listen for each other over the native transport, wait as for a worker that is
-late, connect, and train. Half of the runs are attacked: as soon as a worker listens, strangers connect to it and send
-random bytes, a truncated handshake, one with a wrong token, or what Gloo would send; a quarter of the connections stay
-open. They go on until the run ends. Runs with and without attack take turns, and medians are compared: of the time that
-the workers take to connect after the wait, of the training, and of the processor time of the workers.
+late, connect, which closes their ports, and train. Half of the runs are attacked: as soon as a worker listens,
+strangers connect to it, one after the other until the run ends, and send random bytes, a truncated handshake, one with
+a wrong token, or what Gloo would send; a quarter of the connections stay open. Runs with and without attack take turns,
+and medians are compared: of the time that the workers take to connect after the wait, of the training, and of the
+processor time of the workers.
 
-  python experiments/benchmarks/attacks.py --connections=1000 --turns=5
+  python experiments/benchmarks/attacks.py --turns=5
 
 The strangers need a core of their own, if their work is not to count as well. Times need a quiet machine.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import json
@@ -42,19 +44,24 @@ from absl import flags as absl_flags
 
 flags.define(sections=[])
 WORKERS = absl_flags.DEFINE_integer("workers", 2, "Workers of the cluster.", lower_bound=2)
-CONNECTIONS = absl_flags.DEFINE_integer("connections", 1000, "Connections to each worker.", lower_bound=1)
+PAUSE = absl_flags.DEFINE_float("pause_seconds", 0.002, "Seconds between two connections to a worker.", lower_bound=0.0)
 TURNS = absl_flags.DEFINE_integer("turns", 5, "Runs of each kind.", lower_bound=1)
 STEPS = absl_flags.DEFINE_integer("measured_steps", 400, "Steps of a run.", lower_bound=1)
 LATE = absl_flags.DEFINE_float("late_seconds", 4.0, "Seconds for which workers listen before they connect.")
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: this process is a worker, and writes here where it listens.")
 
-_PAUSE_S = 0.001  # between two connections, so that attackers leave the cores to the workers
+_OPEN = 200  # connections that strangers keep, the newest
 PARTS = ("connecting", "training", "processor")
 
 
-def announce(folder: Path) -> None:
-    """Makes this process write to a file where it listens, before it connects."""
+def announce(folder: Path) -> dict[str, float]:
+    """Makes this process write to a file where it listens, before it connects.
+
+    Returns:
+      Is filled later: the seconds of connecting, and the connections that were dropped until then.
+    """
     connect = TransportLibrary.connect
+    found: dict[str, float] = {}
 
     def announced(library: TransportLibrary, mesh: int, addresses: list[str]) -> None:
         address = library.address(mesh)
@@ -62,22 +69,24 @@ def announce(folder: Path) -> None:
         unfinished.write_text(address)
         unfinished.rename(unfinished.with_suffix(".address"))
         time.sleep(LATE.value)
+        began = time.perf_counter()
         connect(library, mesh, addresses)
+        found.update(connecting=time.perf_counter() - began, dropped=library.dropped(mesh))
 
     TransportLibrary.connect = announced  # type: ignore[method-assign,assignment]
+    return found
 
 
 def worker(folder: Path) -> dict[str, float]:
     """Connects and trains in this process; returns the seconds of each part."""
     import keras
 
-    announce(folder)
+    found = announce(folder)
     options: dict[str, Any] = {"dataset": "digits", "model": "mlp", "global_batch_size": 64, "steps": STEPS.value}
     config = tfpar.ExperimentConfig.from_flat_dict({**options, "transport": "gloo", "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
-    began = time.perf_counter()
     runtime = tfpar.initialize(config, source)
-    connected = time.perf_counter()
+    began = time.perf_counter()
     trainer = tfpar.Trainer(
         lambda: models.build("mlp", tfpar.task_spec(source)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -85,9 +94,8 @@ def worker(folder: Path) -> dict[str, float]:
         runtime=runtime,
     )
     trainer.fit(source)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    taken = (connected - began - LATE.value, time.perf_counter() - connected, used.ru_utime + used.ru_stime)
-    return dict(zip(PARTS, taken, strict=True))
+    training, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    return {**found, "training": training, "processor": used.ru_utime + used.ru_stime}
 
 
 def messages(seed: int) -> Iterator[tuple[bytes, bool]]:
@@ -117,22 +125,21 @@ class Attack:
         self._thread.join()
 
     def _attack(self) -> None:
-        connections: dict[str, int] = {}  # to each address
-        left_open: list[socket.socket] = []
+        addresses: set[str] = set()
+        left_open: collections.deque[socket.socket] = collections.deque()
         for sent, stays in messages(0):
-            if self._over.wait(_PAUSE_S):
+            if self._over.wait(PAUSE.value):
                 break
-            if len(connections) < WORKERS.value:
-                for path in self._folder.glob("*.address"):
-                    connections.setdefault(path.read_text(), 0)
-            for address, number in connections.items():
-                if number < CONNECTIONS.value:
-                    connections[address] += 1
-                    self._connect(address, sent, left_open if stays else None)
+            if len(addresses) < WORKERS.value:
+                addresses |= {path.read_text() for path in self._folder.glob("*.address")}
+            for address in addresses:
+                self._connect(address, sent, left_open if stays else None)
+            while len(left_open) > _OPEN:
+                left_open.popleft().close()
         for connection in left_open:
             connection.close()
 
-    def _connect(self, address: str, sent: bytes, left_open: list[socket.socket] | None) -> None:
+    def _connect(self, address: str, sent: bytes, left_open: collections.deque[socket.socket] | None) -> None:
         host, port = address.split()
         try:
             connection = socket.create_connection((host, int(port)), timeout=5)
@@ -157,10 +164,12 @@ def run(*, attacked: bool) -> tuple[dict[str, float], str]:
         with Attack(Path(folder)) if attacked else contextlib.nullcontext() as attack:
             done = subprocess.run(command, capture_output=True, text=True)
         if attack:
-            note = f"{attack.taken} connections, {attack.refused} refused"
+            note = f"{attack.taken} connections, {attack.refused} refused later"
     found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"training"' in line]
     if done.returncode or len(found) != WORKERS.value:
         raise SystemExit(f"a run failed, attacked={attacked}:\n{(done.stdout + done.stderr)[-3000:]}")
+    if attacked and not min(each["dropped"] for each in found):
+        raise SystemExit("no stranger reached a worker before it connected")
     seconds = {part: max(each[part] for each in found) for part in PARTS[:2]}
     return {**seconds, "processor": sum(each["processor"] for each in found)}, note
 
@@ -177,10 +186,10 @@ def main(_: list[str]) -> None:
         shown = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in taken.items())
         print(f"run {turn}{' attacked' if attacked else ''}: {shown}{'; ' + note if note else ''}", file=sys.stderr)
     print(f"{WORKERS.value} workers, {STEPS.value} steps, {describe_machine()}")
-    print(f"{'seconds':<12}{'alone':>9}{'attacked':>10}{'ratio':>8}")
+    print(f"{'seconds':<12}{'alone':>10}{'attacked':>10}{'ratio':>8}")
     for part in (*PARTS, "whole run"):
         medians = [statistics.median(_of(each, part) for each in results[attacked]) for attacked in (False, True)]
-        print(f"{part:<12}{medians[0]:>9.2f}{medians[1]:>10.2f}{medians[1] / medians[0]:>8.3f}")
+        print(f"{part:<12}{medians[0]:>10.3f}{medians[1]:>10.3f}{medians[1] / medians[0]:>8.3f}")
 
 
 def _of(taken: dict[str, float], part: str) -> float:

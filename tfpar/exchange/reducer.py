@@ -187,8 +187,15 @@ class SharedMemoryReducer(Reducer):
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sums gradients and sidecar over the replicas of this worker."""
+        """Sums gradients and sidecar over the replicas of this worker.
+
+        Raises:
+          RuntimeError: There are replicas on other workers.
+        """
         del should_apply
+        context = replica_context()
+        if context.num_replicas_in_sync != local_replicas(context):
+            raise RuntimeError("the exchange was built for one worker and runs on several: give build() its strategy")
         return reduce_per_worker(lambda *sums: sums, self._device, gradients, sidecar)
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:

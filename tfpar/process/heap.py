@@ -26,14 +26,17 @@ def share_heaps() -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Lets each heap keep 256 MiB at its end that are free; returns whether it does.
+    """Lets heaps keep what is free at their end, the first one up to 256 MiB; returns whether they do.
 
     Tensors of up to 32 MiB, the most that glibc allows, are then on heaps. By default a heap returns memory at its end
     to the system, and takes it back, zeroed, for the next tensor. With several replicas in a process, that took up to
     half of a step.
 
-    Nothing changes with other C libraries, or if the environment sets a size (`MALLOC_TOP_PAD_`, `GLIBC_TUNABLES`).
+    Nothing changes with other C libraries, or if the environment sets a size (`MALLOC_TOP_PAD_`,
+    `MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`).
     """
+    if "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
     if not _set(_TOP_PAD, _KEPT_BYTES, "MALLOC_TOP_PAD_"):
         return False
     _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")  # another size stops adapting with the first option

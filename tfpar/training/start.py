@@ -113,9 +113,10 @@ def initialize(
 
 def _set_up_heaps(config: ExperimentConfig, topology: Topology) -> None:
     """Tunes the C library's heaps before TensorFlow starts its threads."""
-    if topology.mesh.devices_of_replica > 1 or config.train.shard != "none":
+    replicas_on_cpu = topology.local_replicas > 1 and topology.device_type == "CPU"
+    if topology.mesh.devices_of_replica > 1 or config.train.shard != "none" or replicas_on_cpu:
         share_heaps()
-    if topology.local_replicas > 1 and topology.device_type == "CPU":
+    if replicas_on_cpu:
         keep_freed_memory()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import tfpar
 from tests.integration.scripts import divided
@@ -61,3 +63,12 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
 def test_a_model_that_is_not_known_is_asked_for():
     with pytest.raises(ConfigError, match=r"--mesh=auto counts the model before .*initialize\(config, model=build\)"):
         tfpar.initialize(config(mesh="auto"))
+
+
+@pytest.mark.parametrize("options", [["--mesh=auto"], ["--mesh=data:2", "--device_memory=1GiB"]])
+def test_nothing_runs_before_the_devices_are_set_up(options):
+    """In a process of its own: here the devices exist already."""
+    job = ["image", "--dataset=digits", "--model=mlp", "--devices=2", "--steps=2", "--jit_compile=false"]
+    command = [sys.executable, "-m", "tfpar", "train", *job, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

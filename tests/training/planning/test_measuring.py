@@ -14,7 +14,7 @@ from tfpar.training.planning.measuring import Limits, Measured, measure
 import keras
 import pytest
 
-LIMITS = Limits(examples=64, length=8, memory=1 << 30, reports=False)
+LIMITS = Limits(examples=64, length=8, memory=1 << 30, stages=True, reports=False)
 SLOWER = {PROGRAM: 1.0, STAGES: 1.5, OPS: 2.0}
 
 
@@ -49,7 +49,7 @@ def measured(model: keras.Model, limits: Limits = LIMITS, **how: bool) -> Measur
 def test_every_way_to_run_is_timed_with_few_and_many_examples(model, timed):
     calls, _ = timed
     found = measured(model)
-    assert calls == [(way, examples, 8) for way in (PROGRAM, STAGES, OPS) for examples in (1, 8, 64)]
+    assert calls == [(way, examples, 8) for way in (OPS, PROGRAM, STAGES) for examples in (1, 8, 64)]
     flops = 3 * count_model(model, [], length=8).flops
     assert {way: found.rates.seconds(way, flops, 32) for way in SLOWER} == pytest.approx(
         {way: 32 * 0.01 * slower for way, slower in SLOWER.items()}
@@ -89,7 +89,30 @@ def test_real_passes_and_updates(model):
     assert all(min(point) > 0.0 for points in found.rates.passes.values() for point in points)
     assert 1e6 < min(found.rates.updates.values()) < 1e13
     assert 1e6 < found.rates.adding < 1e13
-    assert measure(model, count_model(model, []), keras.optimizers.Muon(), LIMITS, compiled=False, compiles_update=True)
+    muon = measure(model, count_model(model, []), keras.optimizers.Muon(), LIMITS, compiled=False, compiles_update=True)
+    assert muon.rates.updates == {PROGRAM: muon.rates.adding, OPS: muon.rates.adding}
+
+
+def test_a_pass_that_fails_leaves_the_other_ways(model, timed, monkeypatch, caplog):
+    took = measuring._timed
+
+    def failing(step: str, *others: object) -> tuple[float, float]:
+        if step == fails:
+            raise ValueError("XLA cannot compile this")
+        return took(step, *others)
+
+    monkeypatch.setattr(measuring, "_timed", failing)
+    fails = PROGRAM
+    assert {*measured(model).rates.passes} == {OPS}
+    assert "a pass could not be timed (program): XLA cannot compile this" in caplog.text
+    fails = OPS
+    assert measured(model) is None
+    assert measuring.assumed("float32").flops > 1e6
+
+
+def test_slow_ways_are_left_out(model, timed, monkeypatch):
+    monkeypatch.setattr(measuring, "_BUDGET_S", -1.0)
+    assert {*measured(model).rates.passes} == {OPS}
 
 
 def test_workers_of_one_machine_share_its_cores_and_memory():

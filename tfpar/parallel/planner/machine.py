@@ -103,7 +103,8 @@ class Machine:
     Attributes:
       workers: Number of workers, usually one per host.
       devices: Number of devices per worker.
-      flops: FLOPs per second that a device reaches in a training step while the others are idle.
+      flops: FLOPs per second that a device reaches in a training step, without `measured_rates`; with them, only for
+        information.
       worker_flops: FLOPs per second of all devices of a worker together, which is less than the sum if they share
         cores; 0: `devices` times `flops`.
       measured_rates: Measured rates of a device; None: `flops`, and `memory_bandwidth` in updates.

@@ -83,8 +83,8 @@ def step_time(
     schedule = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
     # The work of all devices that share cores, one after the other at their joint rate.
     if machine.cores:
-        busy = machine.rates.processor(plan.way, sum(map(flops, replica.stages)), examples)
-        crowded = busy * passes * mesh.model * machine.sharing / mesh.devices_of_replica / machine.cores
+        processor = machine.rates.processor(plan.way, sum(map(flops, replica.stages)), examples)
+        crowded = processor * passes * mesh.model * machine.sharing / mesh.devices_of_replica / machine.cores
     else:
         crowded = sum(work) * passes * mesh.model * machine.crowding / mesh.devices_of_replica
     # Once per step, the devices of the model axis sum the gradients of each whole weight.
@@ -173,10 +173,10 @@ def _adding(replica: Replica, plan: Plan, machine: Machine) -> float:
     size = max(_trainable(each) for each in replica.weights)
     owners = plan.mesh.data if plan.shard in ("gradients", "weights") else 1
     touched = 3 * (plan.micro_batches - 1) * size / owners
-    return touched * _busy(machine) / machine.rates.adding
+    return touched * _sharing_bandwidth(machine) / machine.rates.adding
 
 
-def _busy(machine: Machine) -> int:
+def _sharing_bandwidth(machine: Machine) -> int:
     """Returns the devices that share the memory bandwidth of a device."""
     return machine.devices if machine.crowding > 1 else 1
 
@@ -186,7 +186,7 @@ def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: in
     size = max(_trainable(each) for each in replica.weights)
     touched = size * (3 + 2 * state_per_weight / 4)
     owners = plan.mesh.data if plan.shard != "none" else 1
-    return touched * _busy(machine) / owners / machine.rates.update(replica.way_of_update)
+    return touched * _sharing_bandwidth(machine) / owners / machine.rates.update(replica.way_of_update)
 
 
 def _trainable(weights: Sequence[Weight], divided: bool | None = None) -> int:

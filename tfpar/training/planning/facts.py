@@ -24,12 +24,13 @@ from tfpar.optim import keras_calls
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.process.heap import keep_freed_memory
 from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning.counting import count_model
 from tfpar.training.planning.machines import device_memory
-from tfpar.training.planning.measuring import Limits, Measured, measure
+from tfpar.training.planning.measuring import Limits, Measured, assumed, measure
 
 import keras
 import tensorflow as tf
@@ -143,15 +144,16 @@ def _facts(
     compiled, compiles_update = _compiled(model, config)
     measured = None
     if most_examples:
-        weights = sum(weight.size for layer in costs.whole for weight in layer.weights)
         limits = Limits(
             examples=most_examples,
             length=config.input.sequence_length,
-            memory=(device_memory("CPU", 1) or _MEMORY) // 2 - 2 * weights,
+            memory=(device_memory("CPU", 1) or _MEMORY) // 2 - 2 * costs.parameters,
+            stages=bool(sizes),
             reports=alone,
         )
         compiles = {"compiled": compiled, "compiles_update": compiles_update}
         measured = measure(model, costs, spec.create(config), limits, **compiles)
+        measured = measured or assumed(config.precision.precision)
     created = spec.create(config)
     probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
     created.build([probe])
@@ -191,6 +193,7 @@ def _in_fork(find: Callable[[], Facts]) -> Facts:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             tf.config.set_visible_devices([], "GPU")
+            keep_freed_memory()  # page faults are not what is measured
             with os.fdopen(sending, "w") as stream:
                 json.dump(_attempt(find), stream)
             code = 0

@@ -85,7 +85,7 @@ def machine_of(
       devices: Devices of each.
       device_type: `CPU` or `GPU`.
       precision: As `--precision`.
-      measured: Measured on this machine, with all threads of a worker.
+      measured: Measured on this machine, with all threads of a worker. None, for a CPU: times are not needed.
       given: The user's values.
       workers_here: Workers that share this machine.
     """
@@ -96,8 +96,7 @@ def machine_of(
     elif gpu:
         rates = {"flops": _REACHED * peak_flops(precision).flops}
     else:
-        rates = _of_cpu(measured, peak_flops(precision).flops, _share(workers_here))
-        rates |= {"cores": cores() if measured else 0, "sharing": devices * workers_here}
+        rates = _of_cpu(measured, devices * workers_here, _share(workers_here)) if measured else {}
     return Machine(
         workers=workers,
         devices=devices,
@@ -110,19 +109,20 @@ def machine_of(
     )
 
 
-def _of_cpu(measured: Measured | None, peak: float, share: float) -> dict[str, Any]:
+def _of_cpu(measured: Measured, sharing: int, share: float) -> dict[str, Any]:
     """The rates of a worker's CPU, as arguments of `Machine`.
 
     Args:
       measured: As of `machine_of`.
-      peak: FLOPs per second if nothing was measured.
+      sharing: Devices that share the cores of the machine.
       share: The share of the rates that a worker reaches while the others on its machine are busy.
     """
-    flops = share * (measured.flops if measured else peak)
     return {
-        "flops": flops,
-        "worker_flops": flops,
-        "measured_rates": measured.rates.with_memory_shared(share) if measured else None,
+        "flops": share * measured.flops,
+        "worker_flops": share * measured.flops,
+        "measured_rates": measured.rates.with_memory_shared(share),
+        "cores": cores(),
+        "sharing": sharing,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import re
@@ -15,21 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from tfpar.models import graph_cost
+from tfpar.models.peak import peak_flops
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.planner.costs import ModelCosts
-from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Point, Rates
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine, Point, Rates
+from tfpar.process.cores import cores
 
 import keras
 import tensorflow as tf
 
+_log = logging.getLogger(__name__)
+
 _PASSES = 3  # FLOPs of a step over those of the forward pass
 _REPEATS, _ENOUGH_S = 3, 1.0  # calls that are timed, unless fewer take this long
 _SLOW_S, _LONGEST_S = 0.5, 2.0  # a pass of one example that is long enough; the longest of several, about
+_ONCE_S, _BUDGET_S = 10.0, 60.0  # a first call that is not repeated; seconds after which no other way is timed
 _MOST_EXAMPLES, _LENGTH = 256, 64
 _MOST_KEPT = 1 << 30  # bytes of activations of a pass that is timed
 _Times = tuple[float, float]  # seconds, and processor seconds of all cores
-_LARGE = (4096, 2048)  # shape of the weight whose update is timed: with its gradient, larger than caches
+_LARGE = (2048, 2048)  # shape of the weight whose update is timed: with its gradient, larger than most caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Limits:
       examples: Examples of the largest micro-batch.
       length: Length of dimensions of inputs that are not known.
       memory: Bytes that activations may take.
+      stages: Whether there may be pipelines.
       reports: Whether XLA may be made to report its memory: in a process that has not used it before, and that ends
         afterwards, because XLA goes on reporting.
     """
@@ -73,6 +80,7 @@ class Limits:
     examples: int
     length: int
     memory: int
+    stages: bool
     reports: bool
 
 
@@ -85,7 +93,9 @@ def measure(
     compiled: bool,
     compiles_update: bool,
 ) -> Measured | None:
-    """Times passes of a few and of more examples, and an update: half a minute at most, beside tracing and compiling.
+    """Times passes of a few and of more examples, and an update.
+
+    A large model takes about a minute, and as long as one more way to run takes to compile and to run twice.
 
     Args:
       model: A built model with symbolic inputs.
@@ -96,24 +106,36 @@ def measure(
       compiles_update: Whether XLA compiles updates where it can.
 
     Returns:
-      The measurements; None if the activations of one example take too much memory.
+      The measurements; None if the activations of one example take too much memory, or passes fail.
     """
-    kept = sum(layer.kept for layer in costs.whole)
-    most = min(_MOST_EXAMPLES, limits.examples, int(min(_MOST_KEPT, limits.memory) / max(kept, 1.0)))
-    if most < 1:
+    kept, flops = sum(layer.kept for layer in costs.whole), _PASSES * costs.flops
+    if kept > limits.memory or not flops:
         return None
-    ways = [PROGRAM, *([STAGES] if costs.crossing else []), OPS] if compiled else [OPS]
+    most = min(_MOST_EXAMPLES, limits.examples, int(max(kept, min(_MOST_KEPT, limits.memory)) / max(kept, 1.0)))
+    ways = [OPS, PROGRAM, *([STAGES] if costs.crossing and limits.stages else [])] if compiled else [OPS]
     passes: dict[str, list[Point]] = {}
-    held: list[int] = []
+    fused, deadline = 0.0, time.perf_counter() + _BUDGET_S
     with _reported(compiled and limits.reports) as temporaries:
         for way in ways:
-            timed = _timed_passes(_step(model, way), model, most, limits.length)
-            flops = _PASSES * costs.flops
+            if passes and time.perf_counter() > deadline:
+                break
+            try:
+                timed = _timed_passes(_step(model, way), model, most, limits.length)
+            except Exception as error:  # of the model, or of XLA
+                _log.warning("a pass could not be timed (%s): %s", way, str(error).partition("\n")[0])
+                break
             passes[way] = [Point(each, took / flops, busy / flops) for each, (took, busy) in timed.items()]
-            held.append(temporaries())
+            if way == PROGRAM and kept:
+                fused = temporaries() / (kept * passes[way][-1].examples)
         updates, adding = _memory_rates(optimizer, [PROGRAM, OPS] if compiles_update else [OPS])
-    rates = Rates(passes=passes, updates=updates, adding=adding)
-    return Measured(rates, held[0] / (kept * passes[ways[0]][-1].examples) if kept else 0.0)
+    return Measured(Rates(passes=passes, updates=updates, adding=adding), fused) if passes else None
+
+
+def assumed(precision: str) -> Measured:
+    """Rates of a CPU on which nothing could be timed but a matrix product."""
+    flops, memory = peak_flops(precision).flops, Machine().memory_bandwidth
+    points = [Point(1, 1 / flops, cores() / flops)]
+    return Measured(Rates(passes={OPS: points}, updates={OPS: memory}, adding=memory))
 
 
 def seconds_of_pass(model: keras.Model, examples: int, *, compiled: bool) -> float:
@@ -172,13 +194,17 @@ def _timed(step: Callable[..., Any], model: keras.Model, examples: int, length: 
 
 
 def _fastest(call: Callable[[], tf.Tensor]) -> _Times:
-    """The fastest of a few calls, after a first one."""
-    call().numpy()
-    taken: list[_Times] = []
-    while len(taken) < _REPEATS and sum(seconds for seconds, _ in taken) < _ENOUGH_S:
+    """The fastest of a few calls, after a first one, unless that takes long."""
+
+    def timed() -> _Times:
         began, worked = time.perf_counter(), time.process_time()
         call().numpy()
-        taken.append((time.perf_counter() - began, time.process_time() - worked))
+        return time.perf_counter() - began, time.process_time() - worked
+
+    first = timed()
+    taken = [first] if first[0] > _ONCE_S else []
+    while len(taken) < _REPEATS and sum(seconds for seconds, _ in taken) < _ENOUGH_S:
+        taken.append(timed())
     return min(taken)
 
 
@@ -190,10 +216,10 @@ def _memory_rates(optimizer: keras.optimizers.Optimizer, ways: Sequence[str]) ->
         rate of adding is assumed.
       ways: How updates run.
     """
-    gradient = tf.fill(_LARGE, 1e-3)
+    gradient, other = tf.fill(_LARGE, 1e-3), tf.fill(_LARGE, 2e-3)
     size = 4 * math.prod(_LARGE)
-    add = tf.function(lambda one, other: one + other)
-    adding = 3 * size / _fastest(lambda: add(gradient, gradient)[0, 0])[0]
+    add = tf.function(tf.add)
+    adding = 3 * size / _fastest(lambda: add(gradient, other)[0, 0])[0]
     if type(optimizer) not in ELEMENTWISE:
         return dict.fromkeys(ways, adding), adding
     weight = keras.Variable(tf.ones(_LARGE), name="kernel")
