@@ -37,6 +37,7 @@ from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.parallel.planner.machine import parse_link
 from tfpar.parallel.planner.plan import Prediction
+from tfpar.process.cores import cores
 from tfpar.training.planning.machines import between_cpus
 from tfpar.training.planning.offline import plan_offline
 
@@ -146,7 +147,8 @@ def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, floa
 
 
 def predicted(options: dict[str, Any], workers: int, link: str) -> list[Prediction]:
-    """The plans that fit, the best first."""
+    """The plans that fit, the best first, for workers with as many threads as they will have."""
+    os.environ["TF_NUM_INTRAOP_THREADS"] = str(max(1, cores() // workers))
     config = tfpar.ExperimentConfig.from_flat_dict(options)
     between = between_cpus("gloo", parse_link(link, "--cases", _LATENCY_S) if link else None)
     return [*plan_offline(config, hosts=workers, flops=0.0, between=between, hosts_here=workers).fitting]
