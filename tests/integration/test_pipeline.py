@@ -49,6 +49,14 @@ def test_three_axes(tmp_path):
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
 
 
+def assert_goes_on_alone(workdir: pathlib.Path, found: dict[str, np.ndarray], options: dict[str, Any]) -> None:
+    """What workers have saved is the whole model, and continues on one device."""
+    loaded = keras.saving.load_model(workdir / "model.keras")
+    assert params_sha256(loaded.trainable_variables) == str(found["params_sha256"])
+    further = divided.here("one_device", workdir=str(workdir), steps=divided.STEPS + 1, **options)
+    assert further.results["steps"] == divided.STEPS + 1
+
+
 def test_two_workers_hold_a_pipeline_between_them(tmp_path):
     """Each has the weights of its stages; both agree on the whole: in digests, checkpoints, predictions. A run that was
     stopped goes on to the same bits, there and on one device."""
@@ -61,10 +69,7 @@ def test_two_workers_hold_a_pipeline_between_them(tmp_path):
         np.testing.assert_array_equal(resumed[name], dense[name], err_msg=name)
     saved_files = {path.name for path in (tmp_path / "run").glob("checkpoints/*/state-*")}
     assert saved_files == {f"state-0000{part}-of-00002.safetensors" for part in (1, 2)}
-    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
-    assert params_sha256(loaded.trainable_variables) == str(resumed["params_sha256"])
-    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, accumulate_steps=2)
-    assert further.results["steps"] == divided.STEPS + 1
+    assert_goes_on_alone(tmp_path / "run", resumed, {"accumulate_steps": 2})
 
 
 @pytest.mark.proof
@@ -124,17 +129,11 @@ def test_two_workers_divide_the_layers_of_their_stages(tmp_path):
     assert (int(stopped["messages"]), int(found["messages"])) == (48 * 128 * 4, 48 * 24 * 4)
     weights, _, (predictions,) = alone("dense", **options)
     assert_close(found, {**weights, "predictions": predictions})
-    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
-    assert params_sha256(loaded.trainable_variables) == str(found["params_sha256"])
-    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, **options)
-    assert further.results["steps"] == divided.STEPS + 1
+    assert_goes_on_alone(tmp_path / "run", found, options)
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("transport", ["gloo", "tensorflow"])
-def test_two_workers_divide_the_layers_of_several_models(tmp_path, transport):
-    """A tied table that both divide, attention, batch statistics, computed again; stages in turn."""
-    mesh = {"mesh": "pipeline:2,model:2", "devices": 2, "accumulate_steps": 2, "steps": 10, "transport": transport}
+def assert_several_models_divided(folder: pathlib.Path, workers: int, mesh: dict[str, Any], transport: str) -> None:
+    """A tied table that all divide, attention, batch statistics, computed again; stages in turn."""
     cases = {
         "large_vocabulary": {},
         "attention": {"pipeline_schedule": "eager_1f1b"},
@@ -143,9 +142,18 @@ def test_two_workers_divide_the_layers_of_several_models(tmp_path, transport):
         "language_model": {"stages_per_device": 2},
         "ignoring": {},
     }
-    found = on_workers(2, tmp_path / "out", *({**mesh, "model": model, **how} for model, how in cases.items()))
+    common = {**mesh, "accumulate_steps": 2, "steps": 10, "transport": transport}
+    options = ({**common, "model": model, **how} for model, how in cases.items())
+    found = on_workers(workers, folder / "out", *options)
     for model, weights in zip(cases, found, strict=True):
         assert_close(weights, alone(model, steps=10, accumulate_steps=2)[0])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("transport", ["gloo", "tensorflow"])
+def test_two_workers_divide_the_layers_of_several_models(tmp_path, transport):
+    mesh = {"mesh": "pipeline:2,model:2", "devices": 2}
+    assert_several_models_divided(tmp_path, 2, mesh, transport)
 
 
 def test_four_workers_divide_the_layers_of_two_stages(tmp_path):
@@ -165,27 +173,14 @@ def test_four_workers_divide_the_layers_of_two_stages(tmp_path):
     weights, _, (predictions,) = alone("dense", **options)
     assert_close(found, {**weights, "predictions": predictions})
     assert_close(tied, alone("large_vocabulary", accumulate_steps=2, steps=6)[0])
-    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
-    assert params_sha256(loaded.trainable_variables) == str(found["params_sha256"])
-    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, **options)
-    assert further.results["steps"] == divided.STEPS + 1
+    assert_goes_on_alone(tmp_path / "run", found, options)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("transport", ["gloo", "tensorflow"])
 def test_four_workers_divide_the_layers_of_several_models(tmp_path, transport):
-    mesh = {"mesh": "data:1,pipeline:2,model:2", "accumulate_steps": 2, "steps": 10, "transport": transport}
-    cases = {
-        "large_vocabulary": {},
-        "attention": {"pipeline_schedule": "eager_1f1b"},
-        "batch_statistics": {"pipeline_schedule": "gpipe"},
-        "vit": {"recompute": "blocks"},
-        "language_model": {"stages_per_device": 2},
-        "ignoring": {},
-    }
-    found = on_workers(4, tmp_path / "out", *({**mesh, "model": model, **how} for model, how in cases.items()))
-    for model, weights in zip(cases, found, strict=True):
-        assert_close(weights, alone(model, steps=10, accumulate_steps=2)[0])
+    mesh = {"mesh": "data:1,pipeline:2,model:2"}
+    assert_several_models_divided(tmp_path, 4, mesh, transport)
 
 
 @pytest.mark.proof

@@ -35,17 +35,19 @@ def keep_freed_memory() -> bool:
     Nothing changes with other C libraries, or if the environment sets a size (`MALLOC_TOP_PAD_`,
     `MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`).
     """
-    if "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
-    if not _set(_TOP_PAD, _KEPT_BYTES, "MALLOC_TOP_PAD_"):
+    if _is_given("MALLOC_TRIM_THRESHOLD_") or not _set(_TOP_PAD, _KEPT_BYTES, "MALLOC_TOP_PAD_"):
         return False
     _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")  # another size stops adapting with the first option
     return True
 
 
 def _set(option: int, value: int, variable: str) -> bool:
-    tunable = variable.removeprefix("MALLOC_").strip("_").lower()
-    given = variable in os.environ or tunable in os.environ.get("GLIBC_TUNABLES", "")
-    if given or platform.libc_ver()[0] != "glibc":
+    if _is_given(variable) or platform.libc_ver()[0] != "glibc":
         return False
     return bool(ctypes.CDLL(None).mallopt(option, value))
+
+
+def _is_given(variable: str) -> bool:
+    """Whether the environment sets an option, by its variable or by its name among glibc's tunables."""
+    tunable = variable.removeprefix("MALLOC_").strip("_").lower()
+    return variable in os.environ or tunable in os.environ.get("GLIBC_TUNABLES", "")

@@ -61,13 +61,14 @@ class Rates:
           flops: FLOPs for an example.
           examples: Number of examples.
         """
-        points = self.passes.get(way) or self.passes[OPS]
-        return flops * _interpolated([(point.examples, point.seconds) for point in points], examples)
+        return flops * _interpolated([(point.examples, point.seconds) for point in self._points(way)], examples)
 
     def processor(self, way: str, flops: float, examples: float) -> float:
         """Returns the processor time of a pass, as `seconds` its time."""
-        points = self.passes.get(way) or self.passes[OPS]
-        return flops * _interpolated([(point.examples, point.processor) for point in points], examples)
+        return flops * _interpolated([(point.examples, point.processor) for point in self._points(way)], examples)
+
+    def _points(self, way: str) -> Sequence[Point]:
+        return self.passes.get(way) or self.passes[OPS]
 
     def update(self, way: str) -> float:
         """Returns the bytes per second of an update."""

@@ -61,13 +61,14 @@ def step_time(
       state_per_weight: Bytes of the optimizer's state per float32 weight.
       exchange: The exchange of the plan.
     """
-    mesh, passes = plan.mesh, plan.micro_batches
+    mesh, passes, rates = plan.mesh, plan.micro_batches, machine.rates
+    per_flop = rates.seconds(plan.way, 1.0, examples)
 
     def flops(stage: Stage) -> float:
         return _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
 
     def alone(stage: Stage) -> float:
-        return machine.rates.seconds(plan.way, flops(stage), examples)
+        return per_flop * flops(stage)
 
     spans = mesh.model > machine.devices
     ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
@@ -83,7 +84,7 @@ def step_time(
     schedule = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
     # The work of all devices that share cores, one after the other at their joint rate.
     if machine.cores:
-        processor = machine.rates.processor(plan.way, sum(map(flops, replica.stages)), examples)
+        processor = rates.processor(plan.way, sum(map(flops, replica.stages)), examples)
         crowded = processor * passes * mesh.model * machine.sharing / mesh.devices_of_replica / machine.cores
     else:
         crowded = sum(work) * passes * mesh.model * machine.crowding / mesh.devices_of_replica

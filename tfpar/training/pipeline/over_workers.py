@@ -148,7 +148,7 @@ class OverWorkersStep(PipelineStep):
 
     def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
         """See `TrainStep`."""
-        return self._sum(value)
+        return super().sum_over_parts(self._sum(value))
 
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
         return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._worker.peers.size
@@ -232,10 +232,6 @@ class DividedOverWorkersStep(OverWorkersStep, DividedStep):
     def counted_weights(self) -> Tensors:
         """See `TrainStep`."""
         return self._own_weights()
-
-    def sum_over_parts(self, value: tf.Tensor) -> tf.Tensor:
-        """See `TrainStep`."""
-        return DividedStep.sum_over_parts(self, self._sum(value))
 
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
         return super()._replica_number(context) // self._axis.size
