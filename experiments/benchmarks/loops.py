@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import tfpar
@@ -37,6 +38,13 @@ class FrameworkLoop:
         self._scale = result.loss_scale
         self._done += steps
         return float(result.loss[-1])
+
+
+def process_bytes(field: str) -> int:
+    """Memory of this process, from `/proc/self/status`: now (`VmRSS`), or at most (`VmHWM`)."""
+    # Not `ru_maxrss`, which begins with that of the process that started this one.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 SETTLED = 3  # calls of a run that `median_step_seconds` leaves out

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
+from experiments.benchmarks.loops import process_bytes
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -49,12 +50,6 @@ PHASES = ("build", "train", "end")
 MIB = 2**20
 
 
-def peak_bytes() -> int:
-    """What this process has held at most, since `forget_peak` if that was called."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
-
-
 def forget_peak() -> None:
     """Lets the operating system count the peak anew, from what this process holds now."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -70,7 +65,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     peaks: dict[str, int] = {}
 
     def ends(phase: str) -> None:
-        peaks[phase] = peak_bytes()
+        peaks[phase] = process_bytes("VmHWM")
         forget_peak()
 
     trainer = tfpar.Trainer(

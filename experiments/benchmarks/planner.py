@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module b
 
 import tfpar
 from experiments.benchmarks import hosts, netns
-from experiments.benchmarks.loops import SETTLED, median_step_seconds
+from experiments.benchmarks.loops import SETTLED, median_step_seconds, process_bytes
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -83,13 +83,6 @@ TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each plan.", lower_bound
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
 
-def memory(field: str) -> int:
-    """Bytes of this process in memory: now (`VmRSS`), or at most since it began (`VmHWM`)."""
-    # Not `ru_maxrss`, which begins with that of the process that started this one.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
-
-
 def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
@@ -99,7 +92,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     config = tfpar.ExperimentConfig.from_flat_dict({**options, **length, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
-    before = memory("VmRSS")
+    before = process_bytes("VmRSS")
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -107,7 +100,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         runtime=runtime,
     )
     seconds = median_step_seconds(trainer, source, each)
-    return {"seconds": seconds, "memory": (memory("VmHWM") - before) / runtime.topology.local_devices}
+    return {"seconds": seconds, "memory": (process_bytes("VmHWM") - before) / runtime.topology.local_devices}
 
 
 @contextlib.contextmanager

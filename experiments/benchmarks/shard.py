@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
+from experiments.benchmarks.loops import process_bytes
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -72,7 +72,7 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
         runtime = runtime or tfpar.initialize(config)
         source, validation = inputs.build_splits(config.input, 0)
         keras.utils.set_random_seed(seed)
-        before = before or _peak_bytes()
+        before = before or process_bytes("VmHWM")
         trainer = tfpar.Trainer(
             functools.partial(models.build, MODEL.value, tfpar.task_spec(source), **json.loads(MODEL_ARGS.value)),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -89,17 +89,12 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "losses": losses,
-        "peak": _peak_bytes() - before,
+        "peak": process_bytes("VmHWM") - before,
         "weights": sum(variable.numpy().nbytes for variable in trainer.model.trainable_variables),
         "state": sum(variable.numpy().nbytes for variable in trainer.optimizer.variables),
         "wire": traffic.wire_bytes,
         "chief": runtime.topology.is_chief,
     }
-
-
-def _peak_bytes() -> int:
-    """What this process has held at most."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def on_cluster(shard: str, exchange: str) -> dict[str, Any]:
