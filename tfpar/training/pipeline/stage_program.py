@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -13,6 +13,7 @@ from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.training.pipeline import powers
 from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
+from tfpar.training.pipeline.passes import CompiledPasses, Passes, TapedPasses
 
 import keras
 import tensorflow as tf
@@ -104,8 +105,9 @@ class StageProgram:
         # Facts found by tracing.
         self._masks_made: list[bool] = []
         self._updated: list[keras.Variable] = []
-        self._shares = shares
+        self._shares, self._compiles = shares, compiles and shares
         self._checked = not shares
+        self._compiled: dict[tuple[Any, ...], CompiledPasses] = {}
         self._function = tf.function(
             self._body,
             autograph=False,
@@ -139,6 +141,22 @@ class StageProgram:
             self._checked = True
             self._check_captures(tensors)
         return list(self._function(*tensors)) if self._shares else self._body(*tensors)
+
+    def passes(self, tensors: Sequence[tf.Tensor], *, recompute: bool) -> Passes:
+        """The forward and the backward pass.
+
+        Args:
+          tensors: From `arguments`.
+          recompute: Whether the backward pass computes the stage again.
+        """
+        taped = TapedPasses(self, recompute=recompute)
+        if not self._compiles:
+            return taped
+        key = (recompute, *((str(tensor.shape), tensor.dtype) for tensor in tensors))
+        if key not in self._compiled:
+            self._compiled[key] = CompiledPasses(self._body, tensors, recompute=recompute)
+            self._check_captured(self._compiled[key].captured)
+        return self._compiled[key] if self._compiled[key].can_run else taped
 
     def unpacked(self, results: Sequence[tf.Tensor], scope: keras.StatelessScope) -> Values:
         """The values of `stage.made`; the stage's other results are recorded in the scope."""
@@ -206,13 +224,18 @@ class StageProgram:
         return [values[each] for each in self.stage.made]
 
     def _check_captures(self, tensors: Sequence[tf.Tensor]) -> None:
+        self._check_captured(self._function.get_concrete_function(*tensors).captured_inputs)
+
+    def _check_captured(self, tensors: Iterable[tf.Tensor]) -> None:
         """Refuses a stage that reads tensors which are not its arguments.
+
+        Args:
+          tensors: What it reads beside its arguments.
 
         Raises:
           ConfigError: A layer reads a tensor that reaches it neither through the graph nor as a variable.
         """
-        concrete = self._function.get_concrete_function(*tensors)
-        for captured in concrete.captured_inputs:
+        for captured in tensors:
             if tf.is_symbolic_tensor(captured) and captured.dtype != tf.resource:
                 names = dict.fromkeys(step.name for step in self.stage.steps)
                 raise ConfigError(

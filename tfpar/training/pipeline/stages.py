@@ -223,48 +223,34 @@ class Pipeline:
         waits = [done[-limit]] if limit is not None and len(done) >= limit else []
         learning = [place for place, tensor in enumerate(tensors) if tensor.dtype.is_floating]
         every: list[tf.Tensor] = []
+        passes = program.passes(tensors, recompute=self._recompute)
         graph = tf.compat.v1.get_default_graph()
         in_turn = trace.messages is not None and trace.messages.chunks > 1
 
-        def results_of(floats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            given = list(tensors)
-            for place, tensor in zip(learning, floats, strict=True):
-                given[place] = tensor
-            return program(given)
-
         @tf.custom_gradient
         def stage(*watched: tf.Tensor) -> Any:
-            # The tape of the whole pass must not see this call. With two tapes, TensorFlow 2.21 prepares gradients of
-            # gradients (`_HigherOrderTapeGradientFunctions`): the stage would also return its weights, an XLA program
-            # copies of them, and the backward pass would add zeros of their size to their gradients.
-            floats = [*map(tf.stop_gradient, watched)]
-            tape = tf.GradientTape(watch_accessed_variables=False)
-            with tf.control_dependencies(waits), contextlib.nullcontext() if self._recompute else tape:
-                if not self._recompute:
-                    tape.watch(floats)
-                before = len(graph.get_operations()) if in_turn else 0
-                every[:] = results_of(floats)
+            # The tape of the whole pass must not see the call. With two tapes, TensorFlow 2.21 prepares gradients of
+            # gradients (`_HigherOrderTapeGradientFunctions`), and adds zeros of the size of weights to their gradients.
+            given = list(tensors)
+            for place, tensor in zip(learning, watched, strict=True):
+                given[place] = tf.stop_gradient(tensor)
+            before = len(graph.get_operations()) if in_turn else 0
+            with tf.control_dependencies(waits):
+                every[:], kept = passes.forward(given)
             if in_turn:
                 self._check_order(program.stage, graph.get_operations()[before:])
-            outputs = [result for result in every if result.dtype.is_floating]
 
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
                 with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._divided(program.stage):
-                    again = outputs
-                    if self._recompute:
-                        # After the incoming gradient; otherwise two equal calls would be merged.
-                        with tf.control_dependencies(upstream), tape:
-                            tape.watch(floats)
-                            again = [result for result in results_of(floats) if result.dtype.is_floating]
-                    gradients = tape.gradient(
-                        again, floats, list(upstream), unconnected_gradients=tf.UnconnectedGradients.ZERO
-                    )
+                    found = passes.backward(given, kept, upstream)
+                    own = zip(found, watched, strict=True)
+                    gradients = [tf.zeros_like(tensor) if each is None else each for each, tensor in own]
                     done.append(tf.group(*gradients))
                 if trace.messages:
                     trace.messages.ends(BACKWARD, program.stage, done[-1])
                 return self._not_differentiable(watched, gradients)
 
-            return outputs, backward
+            return [result for result in every if result.dtype.is_floating], backward
 
         found = iter(stage(*(tensors[place] for place in learning)))
         return [next(found) if result.dtype.is_floating else result for result in every]

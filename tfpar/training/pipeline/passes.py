@@ -1,0 +1,245 @@
+"""Forward and backward pass of a stage: taped, or as two XLA programs that are cut from one graph.
+
+The gradient of a `tf.function` is a function as well, but TensorFlow (2.21, `_construct_forward_backward`) has the
+forward function return all that the backward function reads, weights included, and XLA copies what a program returns:
+each micro-batch would copy the weights of its stage. `CompiledPasses` traces both passes as one graph and cuts it: the
+forward pass returns only what is expensive to compute, such as the results of matrix products, and the backward pass
+computes the rest again from it, fused with its readers, as PyTorch's partitioner does
+(`min_cut_rematerialization_partition`; here without a minimum cut).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+# Operations that take about as long as reading and writing their tensors, or nothing if XLA fuses them. Exponentials
+# and the like take longer than that on a CPU.
+_NAMES = (
+    "Abs Add AddN AddV2 BiasAdd BroadcastTo Cast ConcatV2 Const Equal ExpandDims Fill Greater GreaterEqual Identity "
+    "LeakyRelu Less LessEqual LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul Neg NotEqual OnesLike Pack "
+    "PreventGradient Range RealDiv Reciprocal Relu Relu6 Reshape Rsqrt Select SelectV2 Shape Sign Slice Split SplitV "
+    "Sqrt Square SquaredDifference Squeeze StopGradient StridedSlice Sub Tile Transpose Unpack ZerosLike"
+)
+_CHEAP = frozenset(_NAMES.split())
+
+Body = Callable[..., Sequence[tf.Tensor]]
+Gradients = list[tf.Tensor | tf.IndexedSlices | None]
+
+
+class Passes(Protocol):
+    """The passes of a stage."""
+
+    def forward(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
+        """Returns the results of the stage, and what the backward pass needs beside its arguments."""
+
+    def backward(self, tensors: Sequence[tf.Tensor], kept: Any, upstream: Sequence[tf.Tensor]) -> Gradients:
+        """Returns the gradients of the floating-point arguments.
+
+        Args:
+          tensors: The arguments of the forward pass.
+          kept: As returned by the forward pass.
+          upstream: Gradients of the floating-point results.
+        """
+
+
+class TapedPasses:
+    """Passes that a tape records.
+
+    Args:
+      body: The stage, `(tensors) -> results`.
+      recompute: Whether the backward pass calls the stage again.
+    """
+
+    def __init__(self, body: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]], *, recompute: bool) -> None:
+        self._body, self._recompute = body, recompute
+
+    def forward(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
+        """See `Passes`."""
+        return (list(self._body(tensors)), None) if self._recompute else self._taped(tensors)
+
+    def backward(self, tensors: Sequence[tf.Tensor], kept: Any, upstream: Sequence[tf.Tensor]) -> Gradients:
+        """See `Passes`."""
+        if self._recompute:
+            # After the incoming gradients; otherwise two equal calls would be merged.
+            with tf.control_dependencies(upstream):
+                _, kept = self._taped(tensors)
+        tape, results = kept
+        return list(tape.gradient(_floats(results), _floats(tensors), list(upstream)))
+
+    def _taped(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(_floats(tensors))
+            results = list(self._body(tensors))
+        return results, (tape, results)
+
+
+class CompiledPasses:
+    """Passes that are an XLA program each.
+
+    Args:
+      body: The stage, `(*tensors) -> results`. It must read nothing but its arguments.
+      tensors: Arguments like those of later calls.
+      recompute: Whether the backward pass computes everything again.
+
+    Attributes:
+      kept: The symbolic tensors that the forward pass returns for the backward pass.
+      captured: Tensors that the stage reads beside its arguments, in which case the passes cannot be used.
+    """
+
+    def __init__(self, body: Body, tensors: Sequence[tf.Tensor], *, recompute: bool) -> None:
+        graph = _JointGraph(body, tensors)
+        self.captured = graph.captured
+        self.kept = [] if recompute else graph.to_keep()
+        self._results = len(graph.results)
+        self._has_gradient = [gradient is not None for gradient in graph.gradients]
+        gradients = [gradient for gradient in graph.gradients if gradient is not None]
+        self._forward = graph.program("forward", graph.inputs, [*graph.results, *self.kept])
+        self._backward = graph.program("backward", [*graph.inputs, *self.kept, *graph.upstream], gradients)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the programs can be called: XLA programs neither capture tensors nor return the lists of loops."""
+        return not self.captured and all(tensor.dtype not in (tf.variant, tf.resource) for tensor in self.kept)
+
+    def forward(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
+        """See `Passes`."""
+        found = self._forward(tensors)
+        return found[: self._results], found[self._results :]
+
+    def backward(self, tensors: Sequence[tf.Tensor], kept: Any, upstream: Sequence[tf.Tensor]) -> Gradients:
+        """See `Passes`."""
+        found = iter(self._backward([*tensors, *kept, *upstream]))
+        return [next(found) if has_gradient else None for has_gradient in self._has_gradient]
+
+
+class _JointGraph:
+    """A stage and its gradient in one graph.
+
+    Args:
+      body: The stage.
+      tensors: Its arguments.
+
+    Attributes:
+      inputs: The symbolic arguments.
+      results: The symbolic results.
+      upstream: Stand-ins for the gradients of the floating-point results.
+      gradients: The symbolic gradients of the floating-point arguments; None without one.
+      captured: Tensors that the stage reads beside its arguments.
+    """
+
+    def __init__(self, body: Body, tensors: Sequence[tf.Tensor]) -> None:
+        self.inputs: list[tf.Tensor] = []
+        self.results: list[tf.Tensor] = []
+        self.upstream: list[tf.Tensor] = []
+        self.gradients: list[tf.Tensor | None] = []
+        self._forward: set[str] = set()
+
+        def joint(*given: tf.Tensor) -> None:
+            self.inputs = list(given)
+            floats = _floats(given)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(floats)
+                self.results = list(body(*given))
+            self._forward = {each.name for each in tf.compat.v1.get_default_graph().get_operations()}
+            made = _floats(self.results)
+            self.upstream = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in made]
+            found = tape.gradient(made, floats, self.upstream)
+            self.gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
+
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+        concrete = tf.function(joint, autograph=False).get_concrete_function(*specs)
+        self.captured = list(concrete.captured_inputs)
+        self._order = {each.name: place for place, each in enumerate(concrete.graph.get_operations())}
+        self._definition = concrete.graph.as_graph_def()
+
+    def to_keep(self) -> list[tf.Tensor]:
+        """Returns the tensors of the forward pass that the backward pass needs, and cannot compute from others at
+        little cost."""
+        crossing = self._crossing()
+        known, kept = _references(self.inputs), []
+        for operation in self._needed(crossing, self.inputs)[0]:
+            cheap = operation.type in _CHEAP and known.issuperset(_references(operation.inputs))
+            for output in operation.outputs:
+                if cheap or output.ref() in _references(crossing):
+                    known.add(output.ref())
+                    kept += [] if cheap else [output]
+        return kept
+
+    def program(
+        self, name: str, arguments: Sequence[tf.Tensor], wanted: Sequence[tf.Tensor]
+    ) -> Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]:
+        """Returns an XLA program that computes tensors of the graph from others.
+
+        Args:
+          name: Its name.
+          arguments: The tensors that are given.
+          wanted: The tensors that are computed.
+
+        Returns:
+          `(values of arguments) -> values of wanted`.
+        """
+        operations, read = self._needed(wanted, arguments)
+        definition = self._part({operation.name for operation in operations})
+        inputs = _references(each for operation in operations for each in operation.inputs)
+        places = [place for place, each in enumerate(arguments) if each.ref() in read]
+
+        def run(*given: tf.Tensor) -> list[tf.Tensor]:
+            values = {arguments[place].ref(): value for place, value in zip(places, given, strict=True)}
+            fed = {each.deref().name: value for each, value in values.items() if each in inputs}
+            inside = [each for each in wanted if each.ref() not in values]
+            found = tf.graph_util.import_graph_def(definition, fed, [each.name for each in inside], name=name)
+            for each, value in zip(inside, found, strict=True):
+                value.set_shape(each.shape)
+                values[each.ref()] = value
+            return [values[each.ref()] for each in wanted]
+
+        run.__name__ = name
+        function = tf.function(run, autograph=False, jit_compile=True)
+        return lambda values: list(function(*(values[place] for place in places)))
+
+    def _crossing(self) -> list[tf.Tensor]:
+        """Returns the tensors of the forward pass that operations of the backward pass read."""
+        made = [each for each in self.gradients if each is not None]
+        operations, _ = self._needed(made, [*self.inputs, *self.upstream])
+        backward = [each for each in operations if each.name not in self._forward]
+        tensors = [*made, *(each for operation in backward for each in operation.inputs)]
+        found = {each.ref(): each for each in tensors if each.op.name in self._forward}
+        return [each for reference, each in found.items() if reference not in _references(self.inputs)]
+
+    def _needed(self, wanted: Iterable[tf.Tensor], given: Iterable[tf.Tensor]) -> tuple[list[tf.Operation], set[Any]]:
+        """Returns the operations that compute tensors from given ones, in the order of the trace, and references to
+        those of the given tensors that are read."""
+        stops, read = _references(given), set()
+        found: dict[str, tf.Operation] = {}
+        waiting = list(wanted)
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.ref() in stops:
+                read.add(tensor.ref())
+            elif tensor.op.name not in found:
+                found[tensor.op.name] = tensor.op
+                waiting += tensor.op.inputs
+        return sorted(found.values(), key=lambda operation: self._order[operation.name]), read
+
+    def _part(self, names: Collection[str]) -> tf.compat.v1.GraphDef:
+        """Returns a part of the graph. Only data order its operations: those that control dependencies add to an XLA
+        program change nothing."""
+        part = tf.compat.v1.GraphDef(versions=self._definition.versions, library=self._definition.library)
+        for node in self._definition.node:
+            if node.name in names:
+                own = part.node.add()
+                own.CopyFrom(node)
+                own.input[:] = [each for each in node.input if not each.startswith("^")]
+                own.attr.pop("_class", None)  # colocations, also with operations of other parts
+        return part
+
+
+def _floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    return [each for each in tensors if each.dtype.is_floating]
+
+
+def _references(tensors: Iterable[tf.Tensor]) -> set[Any]:
+    return {each.ref() for each in tensors}
