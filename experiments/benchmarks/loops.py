@@ -47,6 +47,20 @@ def process_bytes(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
+def allocated_peak() -> int:
+    """The most bytes of tensors on this process's CPU devices at once, since `forget_allocated_peak`.
+
+    Raises:
+      ValueError: TensorFlow does not count them. It does if it uses oneDNN, as on x86 by default.
+    """
+    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+
+
+def forget_allocated_peak() -> None:
+    """Begins `allocated_peak` anew, from what is allocated now."""
+    tf.config.experimental.reset_memory_stats("CPU:0")
+
+
 SETTLED = 3  # calls of a run that `median_step_seconds` leaves out
 
 

@@ -3,8 +3,8 @@
 Each way to divide trains on a cluster of its own on this machine. The peak of a process is what the operating system
 has counted (`VmHWM`): of all workers the largest, while the model is built, while it trains, and afterwards, when
 replicas are compared, the checkpoint and `model.keras` written. `net` is the peak less that of a process that has only
-imported TensorFlow, measured in the same call. None of this needs a quiet machine, but four workers of data
-parallelism need 16 GiB.
+imported TensorFlow, measured in the same call. `tensors` is the most that TensorFlow's allocator has given out at once
+in training: what a device needs. None of this needs a quiet machine, but four workers of data parallelism need 20 GiB.
 
   python experiments/benchmarks/memory.py
   python experiments/benchmarks/memory.py --workers=2 --ways=data,model --saves=false --measured_steps=4
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
-from experiments.benchmarks.loops import process_bytes
+from experiments.benchmarks.loops import allocated_peak, forget_allocated_peak, process_bytes
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -56,7 +56,7 @@ def forget_peak() -> None:
 
 
 def measure(options: dict[str, Any]) -> dict[str, int]:
-    """Trains in this process, one of the workers; returns the peak of each phase, bytes."""
+    """Trains in this process, one of the workers; returns the peak of each phase, and of tensors, bytes."""
     import keras
 
     config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": STEPS.value, "verbose": 0})
@@ -75,8 +75,13 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
         runtime=runtime,
     )
     ends("build")
-    after_training = tfpar.Hook(STEPS.value, lambda state: ends("train"))
-    trainer.fit(source, hooks=[after_training])
+    forget_allocated_peak()
+
+    def trained(_: Any) -> None:
+        ends("train")
+        peaks["tensors"] = allocated_peak()
+
+    trainer.fit(source, hooks=[tfpar.Hook(STEPS.value, trained)])
     ends("end")
     return peaks
 
@@ -110,7 +115,7 @@ def on_cluster(way: str) -> dict[str, int]:
     if done.returncode or len(found) != WORKERS.value:
         raise SystemExit(f"{way} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     print(f"{way}: {[{phase: size // MIB for phase, size in each.items()} for each in found]}", file=sys.stderr)
-    return {phase: max(peaks[phase] for peaks in found) for phase in PHASES}
+    return {name: max(peaks[name] for peaks in found) for name in (*PHASES, "tensors")}
 
 
 def imported_only() -> int:
@@ -129,14 +134,16 @@ def main(_: list[str]) -> None:
     print(f"{MODEL.value}, {OPTIMIZER.value}, batch {BATCH.value} of {LENGTH.value} tokens, {WORKERS.value} workers")
     print(f"{describe_machine()}; a process that only imports TensorFlow: {base / MIB:.0f} MiB")
     names = "".join(f"{phase + ' MiB':>11}" for phase in PHASES)
-    print(f"{'divided':<10}{names}{'peak MiB':>10}{'net MiB':>9}{'peak ratio':>12}{'net ratio':>11}")
-    first = 0
+    ratios = f"{'peak ratio':>12}{'net ratio':>11}{'tensors MiB':>13}{'ratio':>7}"
+    print(f"{'divided':<10}{names}{'peak MiB':>10}{'net MiB':>9}{ratios}")
+    first = tensors = 0
     for way in WAYS.value:
         phases = on_cluster(way)
-        peak = max(phases.values())
-        first = first or peak
+        peak = max(phases[phase] for phase in PHASES)
+        first, tensors = first or peak, tensors or phases["tensors"]
         columns = "".join(f"{phases[phase] / MIB:>11.0f}" for phase in PHASES)
         ratios = f"{peak / first:>12.2f}{(peak - base) / (first - base):>11.2f}"
+        ratios += f"{phases['tensors'] / MIB:>13.0f}{phases['tensors'] / tensors:>7.2f}"
         print(f"{way:<10}{columns}{peak / MIB:>10.0f}{(peak - base) / MIB:>9.0f}{ratios}", flush=True)
 
 

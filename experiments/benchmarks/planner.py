@@ -1,10 +1,9 @@
 """Plans that were predicted, and how they ran: step time, memory, and whether the best was chosen.
 
 For each case, a model on workers with devices, plans are predicted from passes that are timed in the same call. Then
-each runs on a cluster of its own on this machine; the plans take turns, and the fastest turn of each counts. Memory
-is what the operating system counts at the peak of a process, of the one that needs most, beyond what it had before the
-model was built, and beyond the same of a run whose model has as many layers, but few weights: what remains is not that
-of TensorFlow and its graphs, which no prediction counts. It is divided by the devices of the process.
+each runs on a cluster of its own on this machine; the plans take turns, and the fastest turn of each counts. Memory is
+the most that TensorFlow's allocator has given out at once while a run trained, in the process that needs most, divided
+by the devices of the process. On a CPU TensorFlow counts this only if it uses oneDNN, as it does on x86 by default.
 
   python experiments/benchmarks/planner.py --cases=mlp:1x2,language_model:2x1
   sudo python experiments/benchmarks/planner.py --cases=mlp:2x1@1gbit --most_plans=4
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module b
 
 import tfpar
 from experiments.benchmarks import hosts, netns
-from experiments.benchmarks.loops import SETTLED, median_step_seconds, process_bytes
+from experiments.benchmarks.loops import SETTLED, allocated_peak, forget_allocated_peak, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -57,12 +56,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "global_batch_size": 32,
     },
     "vit": {"model": "vit", "dataset": "synthetic:32x32x3", "global_batch_size": 32},
-}
-# The same layers with few weights and activations, though enough of them to be divided as those of the others are.
-_NARROW: dict[str, dict[str, Any]] = {
-    "mlp": {"model_args": "widths=[64, 64, 64]", "dataset": "synthetic:8x8x1"},
-    "language_model": {"model_args": "width=32,heads=4", "sequence_length": 4},
-    "vit": {"model_args": "width=36,heads=3", "dataset": "synthetic:8x8x3"},
 }
 _PLACES = ("1x2", "2x1", "2x1@1gbit", "4x1@1gbit")
 _LATENCY_S = 1e-4  # of a message between namespaces
@@ -92,15 +85,15 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     config = tfpar.ExperimentConfig.from_flat_dict({**options, **length, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
-    before = process_bytes("VmRSS")
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
     )
+    forget_allocated_peak()  # of building
     seconds = median_step_seconds(trainer, source, each)
-    return {"seconds": seconds, "memory": (process_bytes("VmHWM") - before) / runtime.topology.local_devices}
+    return {"seconds": seconds, "memory": allocated_peak() / runtime.topology.local_devices}
 
 
 @contextlib.contextmanager
@@ -157,11 +150,9 @@ def run_case(case: str) -> str:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         plans = process.submit(predicted, common, workers, link).result()[: MOST.value or None]
     ran: list[list[dict[str, float]]] = [[] for _ in plans]
-    narrow = [run_plan(workers, link, {**common, **_NARROW[name], **each.plan.options()}) for each in plans]
     for _ in range(TURNS.value):
         for number, each in enumerate(plans):
             ran[number].append(run_plan(workers, link, {**common, **each.plan.options()}))
-            ran[number][-1]["memory"] -= narrow[number]["memory"]
             print(f"{case} {each.plan.options()}: {ran[number][-1]}", file=sys.stderr, flush=True)
     return rows(case, plans, ran)
 

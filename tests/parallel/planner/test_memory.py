@@ -15,7 +15,7 @@ import pytest
 
 
 def test_memory_on_one_device():
-    memory = predict_plan(question(on(fused=1.0)), plan()).memory
+    memory = predict_plan(question(on(fused=1.0, fused_in_stages=1.0)), plan()).memory
     assert memory == dataclasses.replace(
         memory, weights=32 * MB, gradients=32 * MB, state=64 * MB, residuals=0, activations=16 * 80 * MB
     )
@@ -40,7 +40,7 @@ def test_memory_on_one_device():
     ],
 )
 def test_memory_by_hand(wanted, part):
-    machine = on(wanted.mesh.devices, fused=1.0)
+    machine = on(wanted.mesh.devices, fused=1.0, fused_in_stages=1.0)
     memory = dataclasses.asdict(predict_plan(question(machine), wanted).memory)
     assert {name: memory[name] for name in part} == {name: size * MB for name, size in part.items()}
 
@@ -89,10 +89,13 @@ def test_only_compiled_passes_keep_fewer_activations():
         for shard in ("none", "optimizer", "gradients", "weights")
     ]
     assert sizes == [320 * MB, 320 * MB, 640 * MB, 648 * MB]
+    stages = question(on(2, fused_in_stages=0.25))
+    assert predict_plan(stages, plan(pipeline=2)).memory.activations == 640 * MB // 4
+    assert predict_plan(question(on(2), compiled=False), plan(pipeline=2)).memory.activations == 640 * MB
 
 
 def test_sharded_weights_are_whole_where_they_are_used():
-    two = on(2, fused=1.0)
+    two = on(2, fused=1.0, fused_in_stages=1.0)
     both = [predict_plan(question(two), plan(data=2, shard=shard)).memory.activations for shard in ("none", "weights")]
     assert both[1] - both[0] == 2 * 4 * MB
 
@@ -106,7 +109,9 @@ def test_one_block_alone_gains_nothing_from_being_computed_again():
 
 def test_gpipe_keeps_the_activations_of_all_micro_batches():
     sizes = [
-        predict_plan(question(on(2, fused=1.0), schedule=each), plan(pipeline=2, micro_batches=8)).memory.activations
+        predict_plan(
+            question(on(2, fused=1.0, fused_in_stages=1.0), schedule=each), plan(pipeline=2, micro_batches=8)
+        ).memory.activations
         for each in ("1f1b", "gpipe")
     ]
     assert sizes == [2 * 2 * 40 * MB, 8 * 2 * 40 * MB]

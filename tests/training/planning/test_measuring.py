@@ -36,6 +36,7 @@ def timed(monkeypatch):
 
     monkeypatch.setattr(measuring, "_step", lambda model, way: way)
     monkeypatch.setattr(measuring, "_timed", took)
+    monkeypatch.setattr(measuring, "_kept_by", lambda step: 1000)
     monkeypatch.setattr(measuring, "_memory_rates", lambda optimizer, ways: (dict.fromkeys(ways, 1e9), 2e9))
     return calls, each
 
@@ -57,6 +58,8 @@ def test_every_way_to_run_is_timed_with_few_and_many_examples(model, timed):
     assert found.rates.processor(OPS, flops, 32) == pytest.approx(3 * 32 * 0.02)
     assert found.flops == pytest.approx(flops / 0.01)
     assert found.rates.updates == {PROGRAM: 1e9, OPS: 1e9}
+    kept = sum(layer.kept for layer in count_model(model, [], length=8).whole)
+    assert found.fused_in_stages == pytest.approx(1000 / (64 * kept))
 
 
 def test_without_xla_one_way_is_timed(model, timed):
@@ -89,6 +92,7 @@ def test_real_passes_and_updates(model):
     assert all(min(point) > 0.0 for points in found.rates.passes.values() for point in points)
     assert 1e6 < min(found.rates.updates.values()) < 1e13
     assert 1e6 < found.rates.adding < 1e13
+    assert 0.0 < found.fused_in_stages < 1.0
     muon = measure(model, count_model(model, []), keras.optimizers.Muon(), LIMITS, compiled=False, compiles_update=True)
     assert muon.rates.updates == {PROGRAM: muon.rates.adding, OPS: muon.rates.adding}
 

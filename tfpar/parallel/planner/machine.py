@@ -116,6 +116,7 @@ class Machine:
       within: The link between the devices of a worker.
       between: The link between the workers.
       fused: Bytes of activations in a compiled pass, as a fraction of those that its graph keeps; see `memory`.
+      fused_in_stages: The same in passes that are a program each.
     """
 
     workers: int = 1
@@ -130,6 +131,7 @@ class Machine:
     within: Link = _WITHIN
     between: Link = _BETWEEN
     fused: float = 0.7
+    fused_in_stages: float = 0.5
 
     @property
     def all_devices(self) -> int:

@@ -8,8 +8,9 @@ the weights before the last step of a call, from which the norm of the change is
 come from the owners of shards. As an XLA program it changes variables in place; op by op it has new values and
 intermediate results of a group of weights (`pure_apply`).
 
-XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps. Passes
-without XLA keep all, and so do stages, whose forward and backward passes are two programs.
+XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps, and the
+backward pass of a stage computes again what is cheap to compute, so that the fraction is `Machine.fused_in_stages`.
+Passes without XLA keep all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.parallel.planner.costs import Weight
-from tfpar.parallel.planner.machine import PROGRAM, Machine
+from tfpar.parallel.planner.machine import PROGRAM, STAGES, Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
@@ -55,7 +56,7 @@ def memory_of(
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
     in_program = compiled and plan.way == PROGRAM
-    fused = machine.fused if in_program else 1.0
+    fused = {PROGRAM: machine.fused, STAGES: machine.fused_in_stages}.get(plan.way, 1.0) if compiled else 1.0
     copies = 0 if compiles_update and replica.way_of_update == PROGRAM else 1 + state_per_weight // 4 + _INTERMEDIATE
     found = []
     for device in range(replica.devices):

@@ -7,6 +7,7 @@ process has already run operations, it does so itself, and restores Keras' names
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar import precision
@@ -24,12 +25,13 @@ from tfpar.optim import keras_calls
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.process.cores import cores
 from tfpar.process.heap import keep_freed_memory
 from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning.counting import count_model
-from tfpar.training.planning.machines import device_memory
+from tfpar.training.planning.machines import device_memory, threads
 from tfpar.training.planning.measuring import Limits, Measured, assumed, measure
 
 import keras
@@ -91,6 +93,7 @@ def find_facts(
     optimizer: OptimizerSpec | None = None,
     layout: Mapping[str, str] | None = None,
     most_examples: int = 0,
+    workers_here: int = 1,
 ) -> Facts:
     """Counts a model, and measures it.
 
@@ -101,6 +104,8 @@ def find_facts(
       optimizer: By default the one that the configuration names.
       layout: How layers are divided, see `find_layout`.
       most_examples: Examples of the largest micro-batch to time; 0: time nothing.
+      workers_here: Workers that share this machine. As many as have cores are busy while one is measured: they share
+        the bandwidth of its memory.
 
     Raises:
       ConfigError: The model cannot be counted.
@@ -112,7 +117,9 @@ def find_facts(
         return _facts(build, config, sizes, spec, layout, most_examples, alone=alone)
 
     if context.context()._context_handle is None and hasattr(os, "fork"):
-        return _in_fork(functools.partial(find, alone=True))
+        busy = min(workers_here, cores() // threads()) if most_examples else 1
+        with _beside(busy - 1, find):
+            return _in_fork(functools.partial(find, alone=True))
     policy, state = keras.config.dtype_policy(), keras_calls.thread_state()
     try:
         with keras_calls.in_thread_state({name: _copied(value) for name, value in state.items()}), tf.device("CPU:0"):
@@ -180,27 +187,56 @@ def _compiled(model: keras.Model, config: ExperimentConfig) -> tuple[bool, bool]
     return not (slower or obstacle), not slower
 
 
-def _in_fork(find: Callable[[], Facts]) -> Facts:
-    """Calls a function in a fork of this process that sees no GPU; the CPU is enough for counting."""
+@contextlib.contextmanager
+def _beside(number: int, find: Callable[[], Facts]) -> Iterator[None]:
+    """In this context, so many forks of this process do the same, in silence: their results are not needed."""
+
+    def same() -> None:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        _attempt(find)
+
+    children = [_fork(same) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _fork(work: Callable[[], None]) -> int:
+    """Calls a function in a fork of this process that sees no GPU; the CPU is enough for counting. Returns its id."""
     sys.stdout.flush()
     sys.stderr.flush()
-    receiving, sending = os.pipe()
     child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.close(receiving)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            tf.config.set_visible_devices([], "GPU")
-            keep_freed_memory()  # page faults are not what is measured
-            with os.fdopen(sending, "w") as stream:
-                json.dump(_attempt(find), stream)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    if child:
+        return child
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        tf.config.set_visible_devices([], "GPU")
+        keep_freed_memory()  # page faults are not what is measured
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _in_fork(find: Callable[[], Facts]) -> Facts:
+    """Calls a function in a fork of this process."""
+    receiving, sending = os.pipe()
+
+    def answer() -> None:
+        os.close(receiving)
+        with os.fdopen(sending, "w") as stream:
+            json.dump(_attempt(find), stream)
+
+    child = _fork(answer)
     os.close(sending)
     with os.fdopen(receiving) as stream:
         text = stream.read()
@@ -210,12 +246,12 @@ def _in_fork(find: Callable[[], Facts]) -> Facts:
             f"--mesh=auto: building and counting the model in a separate process failed (status {status}), perhaps "
             "for lack of memory; see above. Name a mesh, such as --mesh=data:2."
         )
-    answer = json.loads(text)
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    if "failed" in answer:
-        raise RuntimeError(answer["failed"])
-    return Facts.from_json(answer["facts"])
+    found = json.loads(text)
+    if "refused" in found:
+        raise ConfigError(found["refused"])
+    if "failed" in found:
+        raise RuntimeError(found["failed"])
+    return Facts.from_json(found["facts"])
 
 
 def _attempt(find: Callable[[], Facts]) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def machine_of(
         within=given.within or (Link(_GPU_MESSAGE_S, _NVLINK) if gpu else defaults.within),
         between=given.between or defaults.between,
         fused=(measured.fused if measured else 0.0) or defaults.fused,
+        fused_in_stages=(measured.fused_in_stages if measured else 0.0) or defaults.fused_in_stages,
     )
 
 
@@ -142,5 +143,9 @@ def between_cpus(transport: str, given: Link | None = None) -> Link:
 
 def _share(workers_here: int) -> float:
     """The share of its rate that a worker reaches while the others on this machine are busy too."""
-    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0) or cores()
-    return min(1.0, cores() / (threads * workers_here))
+    return min(1.0, cores() / (threads() * workers_here))
+
+
+def threads() -> int:
+    """Threads with which a worker computes."""
+    return int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0) or cores()

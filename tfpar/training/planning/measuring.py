@@ -22,6 +22,7 @@ from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.planner.costs import ModelCosts
 from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine, Point, Rates
 from tfpar.process.cores import cores
+from tfpar.training.pipeline.passes import CompiledPasses, Passes, TapedPasses
 
 import keras
 import tensorflow as tf
@@ -44,11 +45,14 @@ class Measured:
 
     Attributes:
       rates: Rates of passes and updates.
-      fused: Bytes of activations that XLA holds, as a fraction of those that the graph keeps; 0 if that is not known.
+      fused: Bytes of activations that an XLA program of both passes holds, as a fraction of those that the graph keeps;
+        0 if that is not known.
+      fused_in_stages: The same of the passes of a stage, of which the first is a program of its own.
     """
 
     rates: Rates
     fused: float = 0.0
+    fused_in_stages: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -61,7 +65,7 @@ class Measured:
         """The measurements, from the JSON of `dataclasses.asdict(measured)`."""
         rates = value["rates"]
         passes = {way: [Point(*point) for point in points] for way, points in rates["passes"].items()}
-        return cls(Rates(**{**rates, "passes": passes}), value["fused"])
+        return cls(**{**value, "rates": Rates(**{**rates, "passes": passes})})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,21 +118,24 @@ def measure(
     most = min(_MOST_EXAMPLES, limits.examples, int(max(kept, min(_MOST_KEPT, limits.memory)) / max(kept, 1.0)))
     ways = [OPS, PROGRAM, *([STAGES] if costs.crossing and limits.stages else [])] if compiled else [OPS]
     passes: dict[str, list[Point]] = {}
-    fused, deadline = 0.0, time.perf_counter() + _BUDGET_S
+    fused = fused_in_stages = 0.0
+    deadline = time.perf_counter() + _BUDGET_S
     with _reported(compiled and limits.reports) as temporaries:
         for way in ways:
             if passes and time.perf_counter() > deadline:
                 break
             try:
-                timed = _timed_passes(_step(model, way), model, most, limits.length)
+                timed = _timed_passes(step := _step(model, way), model, most, limits.length)
             except Exception as error:  # of the model, or of XLA
                 _log.warning("a pass could not be timed (%s): %s", way, str(error).partition("\n")[0])
                 break
             passes[way] = [Point(each, took / flops, busy / flops) for each, (took, busy) in timed.items()]
             if way == PROGRAM and kept:
                 fused = temporaries() / (kept * passes[way][-1].examples)
+            if way == STAGES and kept:
+                fused_in_stages = _kept_by(step) / (kept * passes[way][-1].examples)
         updates, adding = _memory_rates(optimizer, [PROGRAM, OPS] if compiles_update else [OPS])
-    return Measured(Rates(passes=passes, updates=updates, adding=adding), fused) if passes else None
+    return Measured(Rates(passes=passes, updates=updates, adding=adding), fused, fused_in_stages) if passes else None
 
 
 def assumed(precision: str) -> Measured:
@@ -165,21 +172,61 @@ def _timed_passes(step: Callable[..., Any], model: keras.Model, most: int, lengt
 
 def _step(model: keras.Model, way: str) -> Callable[..., Any]:
     """A forward and backward pass: `(inputs, weights, state) -> (loss, gradients)`."""
-
-    def forward(inputs: Any, weights: Any, state: Any) -> tf.Tensor:
-        structured = graph_cost.in_structure(model, inputs)
-        outputs, _ = model.stateless_call(weights, state, structured, training=True)
-        return graph_cost.stand_in_loss(outputs)
-
-    apart = tf.function(forward, autograph=False, jit_compile=True) if way == STAGES else forward
+    if way == STAGES:
+        return tf.function(_StagePasses(model), autograph=False)
 
     def step(inputs: Any, weights: Any, state: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            loss = apart(inputs, weights, state)
+            loss = _loss(model, inputs, weights, state)
         return loss, [each for each in tape.gradient(loss, weights) if each is not None]
 
     return tf.function(step, autograph=False, jit_compile=True if way == PROGRAM else None)
+
+
+def _kept_by(step: Any) -> int:
+    """Bytes that the last forward pass of `_step(model, STAGES)` keeps; 0 if that is not known."""
+    return int(step.python_function.kept)
+
+
+class _StagePasses:
+    """The same, as the one stage of a pipeline: traced once for every number of examples.
+
+    Args:
+      model: The model.
+
+    Attributes:
+      kept: Bytes that the last forward pass that was traced keeps for the backward pass; 0 if that is not known.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.kept = 0
+
+    def __call__(self, inputs: Any, weights: Any, state: Any) -> Any:
+        tensors = [*inputs, *weights, *state]
+
+        def body(*given: tf.Tensor) -> list[tf.Tensor]:
+            rest = iter(given)
+            parts = [[next(rest) for _ in part] for part in (inputs, weights, state)]
+            return [_loss(self._model, *parts)]
+
+        compiled = CompiledPasses(body, tensors, recompute=False)
+        passes: Passes = compiled
+        self.kept = 0
+        if compiled.can_run:
+            self.kept = sum(each.shape.num_elements() * each.dtype.size for each in compiled.kept)
+        else:
+            program = tf.function(body, autograph=False, jit_compile=True)
+            passes = TapedPasses(lambda given: program(*given), recompute=False)
+        (loss,), kept = passes.forward(tensors)
+        return loss, [each for each in passes.backward(tensors, kept, [tf.ones_like(loss)]) if each is not None]
+
+
+def _loss(model: keras.Model, inputs: Any, weights: Any, state: Any) -> tf.Tensor:
+    structured = graph_cost.in_structure(model, inputs)
+    outputs, _ = model.stateless_call(weights, state, structured, training=True)
+    return graph_cost.stand_in_loss(outputs)
 
 
 def _timed(step: Callable[..., Any], model: keras.Model, examples: int, length: int) -> _Times:
