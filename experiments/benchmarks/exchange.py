@@ -10,7 +10,7 @@ Exchanges, separated by spaces:
 - `ring`: TensorFlow's ring (`CollectiveReduceV2`) over buffers of 32 MiB, with which the others are compared.
   `ring_buffer`: the same over a single buffer that exists already.
 - any `--exchange` of tfpar: `none`, `int4`, `int4:pattern=ring`, `topk:0.01`, ..., timed as training does it: gradients
-  in tensors, `Exchange.reduce_sums` with a sidecar in a `tf.function` under the strategy.
+  in tensors that nothing else needs, `Exchange.reduce_sums` with a sidecar in a `tf.function` under the strategy.
 - either of these followed by `@gloo`: over the native transport (`--transport=gloo`) instead of TensorFlow's; all are
   measured in the same processes.
 - `all_reduce:BYTES`: a single all-reduce.

@@ -1,19 +1,20 @@
 """A worker of `experiments.benchmarks.exchange` that runs TensorFlow: its ring, and tfpar's exchanges.
 
 Requests: `start` with shapes; `build` with an exchange; `predict` its time on the link as it is now; `time` with a
-number of calls.
+number of calls. A call copies the gradients and waits for the other workers; only then does its time begin. As in
+training, nothing else needs the gradients, so that an exchange may overwrite them, as PyTorch's all-reduce does.
 """
 
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tfpar
 from experiments.benchmarks import fleet, netns
+from experiments.benchmarks.loops import process_bytes
 from tfpar import ExperimentConfig
 from tfpar.collectives.group import allocate_instance_keys, group_key
 from tfpar.collectives.tensorflow import cpu_transport, use_for_cpus, world_group
@@ -35,7 +36,7 @@ ALL_REDUCE = "all_reduce:"  # of so many bytes
 SIDECAR = 8  # scalars
 _WARM_UP = 2
 
-Call = Callable[[], tf.Tensor]
+Call = Callable[[], float]  # one exchange; returns its seconds
 
 
 class Worker:
@@ -50,9 +51,12 @@ class Worker:
         use_for_cpus(None)
         self._group = world_group(topology.workers, topology.worker)
         self._gradients: list[tf.Tensor] = []
-        self._call: Call = lambda: tf.zeros([])
+        self._call: Call = lambda: 0.0
+        self.result: list[float] = []
         [key] = allocate_instance_keys(1)
         self._barrier = tf.function(lambda: self._group.all_reduce(tf.zeros([1]), key))
+        [self._ready_key] = allocate_instance_keys(1)
+        self._prepare = tf.function(self._prepared)
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Does what is asked."""
@@ -68,7 +72,7 @@ class Worker:
 
     def _build(self, exchange: str) -> dict[str, Any]:
         """Builds an exchange and calls it until it has settled."""
-        self._call = lambda: tf.zeros([])
+        self._call = lambda: 0.0
         gc.collect()  # residuals of the previous exchange
         sizes = [int(np.prod(gradient.shape)) for gradient in self._gradients]
         dense = 4 * sum(sizes)
@@ -109,37 +113,72 @@ class Worker:
     def _time(self, times: int) -> dict[str, Any]:
         """Seconds of each of so many calls, and bytes sent by each."""
         self._barrier()
-        before, seconds, busy = int(netns.counter("tx_bytes").read_text()), [], time.process_time()
-        for _ in range(times):
-            began = time.perf_counter()
-            self._call().numpy()
-            seconds.append(time.perf_counter() - began)
+        before, busy = int(netns.counter("tx_bytes").read_text()), time.process_time()
+        seconds = [self._call() for _ in range(times)]
         busy = time.process_time() - busy
         self._barrier()  # bytes that others have not yet fetched from this worker count, too
         sent = int(netns.counter("tx_bytes").read_text()) - before
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return {"seconds": seconds, "sent": sent / times, "peak_memory": peak, "cpu_seconds": busy / times}
+        preparing = time.process_time()
+        for _ in range(times):
+            self._prepare(self._gradients)
+        busy -= time.process_time() - preparing
+        return {
+            "seconds": seconds,
+            "sent": sent / times,
+            "peak_memory": process_bytes("VmHWM"),
+            "cpu_seconds": max(busy, 0.0) / times,
+        }
+
+    def _prepared(self, gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Gradients of which nothing else needs the memory, and the time when all workers have theirs."""
+        fresh = [tf.raw_ops.DeepCopy(x=gradient) for gradient in gradients]
+        with tf.control_dependencies(fresh):
+            everywhere = self._group.all_reduce(tf.zeros([1]), self._ready_key)
+        with tf.control_dependencies([everywhere]):
+            return fresh, tf.timestamp()
+
+    def _timed(
+        self, run: Callable[[list[tf.Tensor]], tuple[Sequence[tf.Tensor], tf.Tensor]], given: Sequence[tf.Tensor] = ()
+    ) -> Call:
+        """A call of a function that returns sums and a result; `result` has that of the last call.
+
+        Args:
+          run: The function.
+          given: Its arguments; by default the gradients.
+        """
+
+        @tf.function
+        def step(gradients: list[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+            def replica_step() -> tuple[tf.Tensor, tf.Tensor]:
+                fresh, began = self._prepared(gradients)
+                with tf.control_dependencies([began]):
+                    sums, result = run([tf.identity(gradient) for gradient in fresh])
+                with tf.control_dependencies([*sums, result]):  # made as for a user of theirs
+                    return tf.identity(result), tf.timestamp() - began
+
+            return self._runtime.strategy.run(replica_step)
+
+        def call() -> float:
+            first = self._runtime.strategy.experimental_local_results
+            result, seconds = (first(each)[0].numpy() for each in step([*given] or self._gradients))
+            self.result = result.tolist()
+            return float(seconds)
+
+        return call
 
     def _tfpar(self, spec: str) -> tuple[Call, dict[str, Any]]:
         exchange, strategy, workers = tfpar.Exchange(spec), self._runtime.strategy, self._group.size
         exchange.build([tf.TensorSpec(gradient.shape) for gradient in self._gradients], strategy=strategy)
 
-        @tf.function
-        def step(gradients: list[tf.Tensor], sidecar: tf.Tensor) -> tf.Tensor:
-            def replica_step() -> tf.Tensor:
-                sums, total = exchange.reduce_sums(gradients, sidecar)
-                return after(sums, total)
-
-            return strategy.run(replica_step)
-
         # The first scalar means that all gradients are finite: else nothing would be exchanged.
         sidecar = tf.concat([[0.0], tf.ones([SIDECAR - 1])], axis=0)
+        timed = self._timed(lambda gradients: exchange.reduce_sums(gradients, sidecar))
 
-        def call() -> tf.Tensor:
-            total = strategy.experimental_local_results(step(self._gradients, sidecar))[0]
-            if total.numpy().tolist() != [0.0, *[float(workers)] * (SIDECAR - 1)]:
-                raise AssertionError(f"the sidecar should be 0 and {workers}, but is {total.numpy()}")
-            return total
+        def call() -> float:
+            seconds = timed()
+            if self.result != [0.0, *[float(workers)] * (SIDECAR - 1)]:
+                raise AssertionError(f"the sidecar should be 0 and {workers}, but is {self.result}")
+            return seconds
 
         traffic = exchange.traffic(workers, SIDECAR)
         about_text = "\n".join(filter(None, [exchange.describe(), exchange.plan_table]))
@@ -151,31 +190,35 @@ class Worker:
         group = world_group(self._runtime.topology.workers, self._runtime.topology.worker)
         [key] = allocate_instance_keys(1)
         value = tf.ones([size // 4])
-        step = tf.function(lambda tensor: after([group.all_reduce(tensor, key)], tf.zeros([])))
-        return lambda: step(value)
+        step = tf.function(lambda tensor: group.all_reduce(tensor, key))
+
+        def call() -> float:
+            began = time.perf_counter()
+            step(value).numpy()
+            return time.perf_counter() - began
+
+        return call
 
     def _ring(self, sizes: Sequence[int]) -> Call:
         """TensorFlow's ring over buffers of the size to which `none` fuses: copies in and out are part of it."""
         buckets = fusion.group_indices(range(len(sizes)), sizes, DENSE_BUCKET_BYTES)
         keys = allocate_instance_keys(len(buckets))
 
-        @tf.function
-        def step(gradients: list[tf.Tensor]) -> tf.Tensor:
+        def ring(gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
             sums: list[tf.Tensor] = []
             for bucket, key in zip(buckets, keys, strict=True):
                 buffer = tf.concat([tf.reshape(gradients[index], [-1]) for index in bucket], axis=0)
                 parts = tf.split(self._ring_reduce(buffer, key), [sizes[index] for index in bucket])
                 sums += [tf.reshape(part, gradients[index].shape) for part, index in zip(parts, bucket, strict=True)]
-            return after(sums, tf.zeros([]))
+            return sums, tf.zeros([])
 
-        return lambda: step(self._gradients)
+        return self._timed(ring)
 
     def _ring_buffer(self, elements: int) -> Call:
         """TensorFlow's ring over one buffer that is there already: nothing but the collective."""
         [key] = allocate_instance_keys(1)
-        buffer = tf.zeros([elements])
-        step = tf.function(lambda value: after([self._ring_reduce(value, key)], tf.zeros([])))
-        return lambda: step(buffer)
+        ring = lambda buffers: ([self._ring_reduce(buffers[0], key)], tf.zeros([]))  # noqa: E731
+        return self._timed(ring, [tf.zeros([elements])])
 
     def _ring_reduce(self, value: tf.Tensor, key: int) -> tf.Tensor:
         return tf.raw_ops.CollectiveReduceV2(
@@ -188,12 +231,6 @@ class Worker:
             final_op="Id",
             communication_hint="RING",
         )
-
-
-def after(values: Sequence[tf.Tensor], result: tf.Tensor) -> tf.Tensor:
-    """The result, once the values are there: they are made as for a user of theirs, and kept no longer than needed."""
-    with tf.control_dependencies(values):
-        return tf.identity(result)
 
 
 if __name__ == "__main__":

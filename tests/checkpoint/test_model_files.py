@@ -7,7 +7,7 @@ import sys
 
 from tfpar import models
 from tfpar.checkpoint.model_files import unloadable_parts
-from tfpar.monitor.summary import save_model
+from tfpar.monitor.export import export_model
 
 import keras
 import numpy as np
@@ -32,7 +32,7 @@ def language_model() -> keras.Model:
 def test_a_language_model_loads_after_import_tfpar(imports, tmp_path):
     made = language_model()
     path = tmp_path / "model.keras"
-    save_model(made, [], path)
+    export_model(made, made.trainable_variables, path)
     tokens = np.arange(8, dtype=np.int32)[None]
     np.save(tmp_path / "expected.npy", made(tokens))
     code = (
@@ -79,7 +79,7 @@ def subclassed() -> keras.Model:
 )
 def test_a_file_that_will_not_load_is_warned_about_when_it_is_written(build, named, tmp_path, messages):
     made = build()
-    save_model(made, [], tmp_path / "model.keras")
+    export_model(made, made.trainable_variables, tmp_path / "model.keras")
     assert any(
         line.startswith("WARNING") and f"because of {named}" in line.replace(f"{__name__}.", "") for line in messages
     )
@@ -94,6 +94,6 @@ def test_what_loads_is_not_warned_about(tmp_path, messages):
     ):
         made.compile("adamw", "mse")
         assert unloadable_parts(made) == []
-        save_model(made, [], tmp_path / "model.keras")
+        export_model(made, made.trainable_variables, tmp_path / "model.keras")
         assert keras.saving.load_model(tmp_path / "model.keras").count_params() == made.count_params()
     assert not messages

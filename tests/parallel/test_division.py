@@ -39,4 +39,9 @@ def test_parts_are_placed_where_they_were(split, shape):
     for rank in range(split.size):
         split.place(found, rank, split.part(expected, rank))
     np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(split.joined([split.part(expected, rank) for rank in range(split.size)]), expected)
+    parts = [split.part(expected, rank) for rank in range(split.size)]
+    np.testing.assert_array_equal(split.joined(parts), expected)
+    own = [split.without_padding(part, rank, shape) for rank, part in enumerate(parts)]
+    assert sum(part.size for part in own) == expected.size
+    in_order = np.array_equal(np.concatenate([part.reshape(-1) for part in own]), expected.reshape(-1))
+    assert split.in_order == in_order

@@ -8,7 +8,7 @@ import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tfpar.checkpoint import checkpointer
@@ -348,7 +348,13 @@ def params_sha256(variables: Sequence[Any]) -> str:
     Args:
       variables: The trainable variables (anything with `path` and `numpy()`).
     """
+    return sha256_of_blocks((variable.path, [variable.numpy()]) for variable in variables)
+
+
+def sha256_of_blocks(weights: Iterable[tuple[str, Iterable[np.ndarray]]]) -> str:
+    """`params_sha256` of weights that are given as pairs of a path and blocks of their elements in order."""
     digest = hashlib.sha256()
-    for variable in sorted(variables, key=lambda variable: variable.path):
-        digest.update(np.ascontiguousarray(variable.numpy(), dtype="<f4").reshape(-1).view(np.uint8).data)
+    for _, blocks in sorted(weights, key=lambda weight: weight[0]):
+        for block in blocks:
+            digest.update(np.ascontiguousarray(block, dtype="<f4").reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import json
 import logging
 import math
@@ -19,11 +17,11 @@ from typing import Any
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
-from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor import tags
+from tfpar.monitor.export import export_model
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
-from tfpar.parallel.split import held_by, scope_of_values, split_of, whole, whole_elements
+from tfpar.parallel.split import whole_blocks, whole_elements
 
 import keras
 import numpy as np
@@ -41,31 +39,10 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
       strategy: The strategy that the weights were created under.
       weights: The trainable weights.
     """
-    copies = [strategy.experimental_local_results(variable.value) for variable in weights]
-
-    @dataclasses.dataclass
-    class Copy:
-        path: str
-        read: Callable[[], np.ndarray]
-
-        def numpy(self) -> np.ndarray:
-            return self.read()  # one after the other: no worker need have room for all wholes
-
-    def value_of(weight: keras.Variable, copy: Sequence[Any], replica: int) -> np.ndarray:
-        if split := split_of(weight):
-            return whole(weight, replica // split.size)
-        value = copy[replica].numpy()
-        held = held_by(weight)
-        return held.fetch(value) if held else value
-
+    copies = len(strategy.experimental_local_results(weights[0].value)) if weights else 0
     return [
-        run_state.params_sha256(
-            [
-                Copy(weight.path, functools.partial(value_of, weight, copy, replica))
-                for weight, copy in zip(weights, copies, strict=True)
-            ]
-        )
-        for replica in range(len(copies[0]) if copies else 0)
+        run_state.sha256_of_blocks((weight.path, whole_blocks(weight, copy)) for weight in weights)
+        for copy in range(copies)
     ]
 
 
@@ -139,16 +116,17 @@ def write(
       CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
     """
     options = info.config.checkpoint
+    unsaved: list[str] = []
     # Workers that share a replica have its weights only together.
-    gathers = options.workdir and (info.topology.is_chief or info.topology.parts_on_workers)
-    values = exported_values(info.model, eval_weights()) if gathers else []
+    if options.workdir and (info.topology.is_chief or info.topology.parts_on_workers):
+        path = pathlib.Path(options.workdir) / "model.keras" if info.topology.is_chief else None
+        unsaved = _try_write("model.keras", lambda: export_model(info.model, eval_weights(), path))
     if not info.topology.is_chief:
         return
     monitor.finish(content)
-    failed = content["failed_writes"] = [*monitor.failures]
+    failed = content["failed_writes"] = [*monitor.failures, *unsaved]
     if options.workdir:
         path = pathlib.Path(options.workdir)
-        failed += _try_write("model.keras", lambda: save_model(info.model, values, path / "model.keras"))
         problem = _try_write("summary.json", lambda: _write_summary(path, content))
         if problem:
             failed += problem
@@ -206,47 +184,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Values = list[tuple[keras.Variable, np.ndarray]]
-
-
-def exported_values(model: keras.Model, eval_weights: Sequence[keras.Variable]) -> Values:
-    """The variables of a model whose value in an exported model is another than their own here, with that value.
-
-    Args:
-      model: The model. Of a divided weight, the whole is exported.
-      eval_weights: The trainable weights that evaluation used, in order: the model's own, or their moving averages.
-    """
-    exported = {id(weight): own for weight, own in zip(model.trainable_variables, eval_weights, strict=True)}
-    pairs = [(variable, exported.get(id(variable), variable)) for variable in model.variables]
-    return [(variable, whole(own)) for variable, own in pairs if own is not variable or split_of(own) or held_by(own)]
-
-
-def save_model(model: keras.Model, values: Values, path: pathlib.Path) -> None:
-    """Saves a model as a `.keras` file.
-
-    Args:
-      model: The model.
-      values: From `exported_values`.
-      path: The file.
-    """
-    if parts := unloadable_parts(model):
-        _log.warning(
-            "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
-            "with keras.saving.register_keras_serializable() and import them before loading; load a Lambda layer with "
-            "safe_mode=False",
-            *(path, ", ".join(parts)),
-        )
-    temporary = path.with_name(f".{path.stem}.partial.keras")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scope_of_values(*zip(*values, strict=True)) if values else contextlib.nullcontext():
-            model.save(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        _discard(temporary)  # it may be what fills the disk
-        raise
-
-
 def read_summary(workdir: str) -> dict[str, Any] | None:
     """The `summary.json` of a workdir, or None where there is none that can be read."""
     try:
@@ -293,8 +230,7 @@ def report_already_finished(
     path = pathlib.Path(workdir) / "model.keras"
     alone = info.topology.is_chief and not info.topology.parts_on_workers
     if alone and not path.exists():
-        values = exported_values(info.model, eval_weights())
-        for problem in _try_write("model.keras", lambda: save_model(info.model, values, path)):
+        for problem in _try_write("model.keras", lambda: export_model(info.model, eval_weights(), path)):
             monitor.message(f"could not be written: {problem}", logging.WARNING)
 
 

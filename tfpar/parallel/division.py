@@ -39,6 +39,11 @@ class Split:
         """Whether a shape can be divided into equal parts."""
         return (shape[self.axis] + self.padding) % (self.groups * self.size) == 0
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the parts, one after the other, are the elements of the whole value in order."""
+        return self.axis == 0 and self.groups == 1
+
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
         """Returns the part of device `rank`."""
         array = self.with_padding(array, array.shape[self.axis] + self.padding)
@@ -56,8 +61,7 @@ class Split:
         """Writes the part of device `rank` into the whole value."""
         taken, before = 0, (slice(None),) * self.axis
         for start, length in self.stretches(whole.shape[self.axis], rank):
-            if length > 0:
-                whole[(*before, slice(start, start + length))] = part[(*before, slice(taken, taken + length))]
+            whole[(*before, slice(start, start + length))] = part[(*before, slice(taken, taken + length))]
             taken += length
 
     def joined_tensor(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -75,7 +79,12 @@ class Split:
         """
         group, share = length // self.groups, (length + self.padding) // self.groups // self.size
         starts = [number * group + rank * share for number in range(self.groups)]
-        return [(start, min(share, length - start)) for start in starts]
+        return [(start, max(0, min(share, length - start))) for start in starts]
+
+    def without_padding(self, part: np.ndarray, rank: int, whole: Sequence[int]) -> np.ndarray:
+        """Returns the part of device `rank` of a value of this shape, without padding."""
+        own = sum(length for _, length in self.stretches(whole[self.axis], rank))
+        return part[(*[slice(None)] * self.axis, slice(own))]
 
     def with_padding(self, part: np.ndarray, length: int) -> np.ndarray:
         """Pads a part that was saved without padding to this length of the divided dimension."""
@@ -110,6 +119,11 @@ class FlatSplit:
     size: int
 
     @property
+    def in_order(self) -> bool:
+        """See `Split.in_order`."""
+        return True
+
+    @property
     def elements(self) -> int:
         """Number of elements of a part."""
         return -(-math.prod(self.shape) // self.size)
@@ -131,6 +145,16 @@ class FlatSplit:
         """See `Split.place`."""
         start, length = rank * self.elements, self.own_elements(rank)
         whole.reshape(-1)[start : start + length] = part[:length]
+
+    def part_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """See `Split.part_shape`."""
+        del whole
+        return (self.elements,)
+
+    def without_padding(self, part: np.ndarray, rank: int, whole: Sequence[int]) -> np.ndarray:
+        """See `Split.without_padding`."""
+        del whole
+        return part[: self.own_elements(rank)]
 
     def joined_tensor(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         """See `Split.joined_tensor`."""

@@ -8,8 +8,9 @@ If a replica spans several workers, reading a whole value is a collective call o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfpar.optim import keras_deferred, keras_internals
@@ -22,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 _ATTRIBUTE, _PEERS, _HELD = "tfpar_split", "tfpar_peers", "tfpar_held"
+_BLOCK_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,13 +142,73 @@ def _gathered(variable: keras.Variable, split: Split | FlatSplit, peers: Replica
 
     One part after the other is sent, so that no other copy of the whole value is needed.
     """
-    value = np.empty(shape_of(variable), tf.as_dtype(variable.dtype).as_numpy_dtype)
+    value = np.empty(shape_of(variable), _dtype(variable))
+    for rank, part in enumerate(_sent_parts(variable, split, peers)):
+        split.place(value, rank, part)
+    return value
+
+
+def _sent_parts(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers) -> Iterator[np.ndarray]:
+    """Yields the parts of a variable in order, each of which its worker sends to the others when it is asked for."""
     parts = _parts(variable)
     for rank in range(split.size):
         worker, place = divmod(rank, len(parts))
-        own = parts[place].numpy() if worker == peers.rank else np.empty(tuple(variable.shape), value.dtype)
-        split.place(value, rank, peers.agreement.broadcast([own], worker)[0])
-    return value
+        own = parts[place].numpy() if worker == peers.rank else np.empty(tuple(variable.shape), _dtype(variable))
+        yield peers.agreement.broadcast([own], worker)[0]
+
+
+def whole_blocks(variable: keras.Variable, copy: int = 0) -> Iterator[np.ndarray]:
+    """Yields the result of `whole` in blocks: arrays that have its elements in order, one after the other.
+
+    A block has about 32 MiB, or is the part of a device. Only weights that are divided in other than the first
+    dimension, which are rarely large, are a block of their own.
+
+    Args:
+      variable: The variable.
+      copy: The copy to read, of those on this worker. For a divided variable, any copy of a replica stands for it.
+    """
+    held = held_by(variable)
+    if held is None:
+        yield from _blocks(variable, copy)
+        return
+    own = _blocks(variable, copy) if held.here else itertools.repeat(None)
+    for shape in _block_shapes(variable, held.split):
+        block = next(own)
+        sent = np.zeros(shape, _dtype(variable)) if block is None else block
+        yield held.peers.agreement.broadcast([sent], held.ranks[0])[0]
+
+
+def _blocks(variable: keras.Variable, copy: int) -> Iterator[np.ndarray]:
+    """Yields the blocks of a variable that this worker has, or workers that divide the same layers."""
+    split, peers, shape = split_of(variable), peers_of(variable), shape_of(variable)
+    if split is None:
+        rows = 0
+        for block in _block_shapes(variable, None):
+            taken = slice(rows, rows := rows + block[0]) if block else ...
+            yield _copies(variable)[copy][taken].numpy()
+    elif split.in_order:
+        here = (part.numpy() for part in _parts(variable, copy // split.size))
+        for rank, part in enumerate(_sent_parts(variable, split, peers) if peers else here):
+            yield split.without_padding(part, rank, shape)
+    else:
+        yield _gathered(variable, split, peers) if peers else whole_here(variable, copy // split.size)
+
+
+def _block_shapes(variable: keras.Variable, split: Split | FlatSplit | None) -> list[tuple[int, ...]]:
+    """Returns the shapes of the blocks of a variable, which every worker knows."""
+    shape = shape_of(variable)
+    if not shape or (split and not split.in_order):
+        return [shape]
+    if split:
+        part = np.broadcast_to(np.int8(0), split.part_shape(shape))
+        return [split.without_padding(part, rank, shape).shape for rank in range(split.size)]
+    row = math.prod(shape[1:]) * tf.as_dtype(variable.dtype).size
+    step = max(1, _BLOCK_BYTES // max(row, 1))
+    return [(min(step, shape[0] - start), *shape[1:]) for start in range(0, shape[0], step)]
+
+
+def _dtype(variable: keras.Variable) -> Any:
+    return tf.as_dtype(variable.dtype).as_numpy_dtype
 
 
 def whole_here(variable: keras.Variable, replica: int = 0) -> np.ndarray:
@@ -171,13 +233,10 @@ def ranks_here(variable: keras.Variable) -> range:
 
 def parts_here(variable: keras.Variable) -> list[np.ndarray]:
     """Returns copies of the parts of the devices `ranks_here`, without padding."""
-    split, length = split_of(variable), shape_of(variable)
+    split, shape = split_of(variable), shape_of(variable)
     assert isinstance(split, Split)
-    copies = []
-    for rank, part in zip(ranks_here(variable), _parts(variable), strict=True):
-        own = sum(taken for _, taken in split.stretches(length[split.axis], rank))
-        copies.append(part.numpy()[(*[slice(None)] * split.axis, slice(own))])
-    return copies
+    parts = zip(ranks_here(variable), _parts(variable), strict=True)
+    return [split.without_padding(part.numpy(), rank, shape) for rank, part in parts]
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:

@@ -24,7 +24,7 @@ from tfpar import models
 from tfpar.collectives.tensorflow import Channel
 from tfpar.config import StrategyConfig
 from tfpar.models import TaskSpec
-from tfpar.parallel import strategies
+from tfpar.parallel import split, strategies
 from tfpar.parallel.split import held_by, whole
 from tfpar.parallel.topology import choose_topology
 
@@ -293,6 +293,7 @@ def main(output: str, cases: str) -> None:
         return send(channel, value, instance)
 
     Channel.send = counted  # type: ignore[method-assign]
+    split._BLOCK_BYTES = 1 << 10  # of whole weights that are read: several blocks each
     for number, options in enumerate(json.loads(cases)):
         messages.clear()
         predicts = options.pop("predicts", False)

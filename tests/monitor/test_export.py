@@ -1,0 +1,94 @@
+"""`model.keras` of models whose weights are divided, block by block."""
+
+from __future__ import annotations
+
+from tests.integration.scripts import divided
+from tests.training.test_tensor_parallel import assert_saved_whole
+from tfpar.monitor import export
+from tfpar.parallel import split
+from tfpar.parallel.split import whole, whole_blocks
+
+import keras
+import numpy as np
+import pytest
+
+MESHES = ["model:2", "pipeline:2", "data:2"]
+
+
+@pytest.fixture(params=[1 << 8, 32 << 20], ids=["small blocks", "large blocks"])
+def block_bytes(request, monkeypatch):
+    monkeypatch.setattr(split, "_BLOCK_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_blocks_are_the_whole_value_in_order(mesh, block_bytes):
+    trainer = divided.here("mirrored", mesh, model="language_model", steps=2)
+    several = 0
+    for variable in [*trainer.model.variables, *trainer.optimizer.variables]:
+        for copy in range(len(split._copies(variable))):
+            blocks = list(whole_blocks(variable, copy))
+            several += len(blocks) > 1
+            assert all(block.nbytes <= max(block_bytes, whole(variable).nbytes // 2) for block in blocks[1:])
+            found = np.concatenate([block.reshape(-1) for block in blocks])
+            np.testing.assert_array_equal(found, whole(variable).reshape(-1))
+    assert several or block_bytes > 1 << 10
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_file_holds_the_whole_model(mesh, block_bytes, tmp_path):
+    trainer = divided.here("mirrored", mesh, model="language_model", steps=2, workdir=str(tmp_path))
+    assert_saved_whole(trainer, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.keras")} == {"model.keras"}
+
+
+def test_averages_are_saved_in_place_of_weights(tmp_path):
+    trainer = divided.here("mirrored", "model:2", steps=4, ema=0.5, workdir=str(tmp_path))
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    averages = trainer.program.eval_weights()
+    for variable, average, weight in zip(
+        loaded.trainable_variables, averages, trainer.model.trainable_variables, strict=True
+    ):
+        np.testing.assert_array_equal(variable.numpy(), whole(average))
+        assert average is not weight
+
+
+def test_all_blocks_are_read_if_the_disk_is_full(tmp_path, monkeypatch):
+    """The other workers send them: a chief that stopped would leave them waiting."""
+    trainer = divided.here("mirrored", "model:2", steps=1)
+    read = []
+
+    def counted(variable):
+        for block in whole_blocks(variable):
+            yield block
+            read.append(variable.path)
+
+    class Full:
+        written = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def seek(self, *_):
+            return 0
+
+        def write(self, data):
+            self.written += len(data)
+            if self.written > 2000:
+                raise OSError(28, "No space left on device")
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(export, "whole_blocks", counted)
+    monkeypatch.setattr(export.tempfile, "TemporaryFile", lambda **_: Full())
+    weights = trainer.model.trainable_variables
+    with pytest.raises(OSError, match="No space left"):
+        export.export_model(trainer.model, weights, tmp_path / "model.keras")
+    on_chief, read[:] = read[:], []
+    export.export_model(trainer.model, weights, None)
+    assert {*on_chief} == {*read}
+    assert not list(tmp_path.iterdir())

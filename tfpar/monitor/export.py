@@ -1,0 +1,114 @@
+"""Writes a model as a `.keras` file, also one that several workers hold between them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tfpar.checkpoint.model_files import unloadable_parts
+from tfpar.parallel.split import held_by, shape_of, split_of, whole_blocks
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+_Read = Callable[[], Any]
+
+
+def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path: pathlib.Path | None) -> None:
+    """Saves a model with the weights that evaluation used.
+
+    Divided weights are collected in a file beside `path`, one after the other, and read when Keras writes them: no
+    worker needs memory for the whole model.
+
+    Args:
+      model: The model. If workers hold it between them, all of them must call this function.
+      eval_weights: The trainable weights that evaluation used, in order: the model's own, or their moving averages.
+      path: The file; None on workers that only take part.
+
+    Raises:
+      OSError: The file could not be written. All weights have been read then.
+    """
+    exported = {id(weight): own for weight, own in zip(model.trainable_variables, eval_weights, strict=True)}
+    pairs = [(variable, exported.get(id(variable), variable)) for variable in model.variables]
+    reads: dict[int, _Read] = {id(variable): own.numpy for variable, own in pairs if own is not variable}
+    divided = [(variable, own) for variable, own in pairs if split_of(own) or held_by(own)]
+    blocks = [whole_blocks(own) for _, own in divided]
+    if path is None:
+        _drain(blocks)
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent) if divided else contextlib.nullcontext() as file:
+            for (variable, own), parts in zip(divided, blocks, strict=True):
+                reads[id(variable)] = _stored(file, own, parts)
+            _save(model, _Values(reads), path)
+    except OSError:
+        _drain(blocks)  # the other workers send what is left all the same
+        raise
+
+
+def _drain(blocks: Iterable[Iterable[np.ndarray]]) -> None:
+    for parts in blocks:
+        for _ in parts:
+            pass
+
+
+def _stored(file: Any, variable: keras.Variable, blocks: Iterable[np.ndarray]) -> _Read:
+    """Appends the whole value of a variable to a file; returns a function that reads it from there."""
+    start = file.seek(0, os.SEEK_END)
+    for block in blocks:
+        file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+    file.flush()
+    shape, dtype = shape_of(variable), tf.as_dtype(variable.dtype).as_numpy_dtype
+
+    def read() -> np.ndarray:
+        file.seek(start)
+        return np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
+
+    return read
+
+
+class _Values(keras.StatelessScope):
+    """Within it, some variables have values that are read when they are asked for.
+
+    Args:
+      reads: Functions that read a value, by the identity of the variable.
+    """
+
+    def __init__(self, reads: dict[int, _Read]) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        read = self._reads.get(id(variable))
+        return super().get_current_value(variable) if read is None else tf.convert_to_tensor(read())
+
+
+def _save(model: keras.Model, values: keras.StatelessScope, path: pathlib.Path) -> None:
+    """Saves a model as a `.keras` file, whole or not at all."""
+    if parts := unloadable_parts(model):
+        _log.warning(
+            "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
+            "with keras.saving.register_keras_serializable() and import them before loading; load a Lambda layer with "
+            "safe_mode=False",
+            *(path, ", ".join(parts)),
+        )
+    temporary = path.with_name(f".{path.stem}.partial.keras")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with values:
+            model.save(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # it may be what fills the disk
+        raise
