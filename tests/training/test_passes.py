@@ -36,17 +36,30 @@ def loop(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
     return [tf.reduce_sum(outputs, 0)]
 
 
+def branch(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
+    y = tf.matmul(x, kernel)
+    return [tf.cond(tf.reduce_sum(y) > 0.0, lambda: tf.tanh(y) * 2.0, lambda: tf.exp(y))]
+
+
+def constant(x: tf.Tensor, kernel: tf.Tensor) -> list[tf.Tensor]:
+    """Reads a tensor beside its arguments. The result is also what the backward pass needs."""
+    return [tf.tanh(tf.matmul(x, kernel) + POSITIONS)]
+
+
+POSITIONS = of(300, WIDTH, seed=7)
 ARGUMENTS = {
     perceptron: [of(2, 3, WIDTH), of(WIDTH, HIDDEN), of(HIDDEN), of(HIDDEN, WIDTH)],
     dropout: [of(4, WIDTH), of(WIDTH, WIDTH, seed=1)],
     table: [tf.constant([0, 2, 2]), of(5, WIDTH), of(3)],
     loop: [of(3, 2, WIDTH), of(WIDTH, WIDTH)],
+    branch: [of(4, WIDTH), of(WIDTH, WIDTH, seed=1)],
+    constant: [of(300, WIDTH), of(WIDTH, WIDTH, seed=1)],
 }
 
 
 def taped(body, *, recompute: bool = False) -> TapedPasses:
-    """Passes whose random numbers are those of XLA too."""
-    compiled = tf.function(body, autograph=False, jit_compile=True)
+    """Passes whose random numbers are those of XLA too, if there are any: loops and branches cannot be taped so."""
+    compiled = tf.function(body, autograph=False, jit_compile=body is dropout)
     return TapedPasses(lambda tensors: compiled(*tensors), recompute=recompute)
 
 
@@ -68,7 +81,7 @@ def ran(passes, arguments) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("body", [perceptron, dropout, table])
+@pytest.mark.parametrize("body", ARGUMENTS)
 def test_two_programs_compute_what_a_tape_does(body, recompute):
     arguments = ARGUMENTS[body]
     compiled = CompiledPasses(body, arguments, recompute=recompute)
@@ -97,9 +110,32 @@ def test_programs_of_one_shape_serve_other_values():
         np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
 
 
-def test_loops_and_captured_tensors_are_left_to_the_tape():
-    assert not CompiledPasses(loop, ARGUMENTS[loop], recompute=False).can_run
+def test_a_result_that_is_kept_is_returned_once():
+    compiled = CompiledPasses(constant, ARGUMENTS[constant], recompute=False)
+    (kept,) = compiled.kept
+    assert kept.op.type == "Tanh"
+    (result,), (again,) = compiled.forward(ARGUMENTS[constant])
+    assert again is result
+
+
+def test_what_loops_and_branches_compute_is_computed_again():
+    assert CompiledPasses(loop, ARGUMENTS[loop], recompute=False).kept == []
+
+
+def test_variables_and_effects_are_left_to_the_tape():
     outside = tf.Variable([2.0])
     captures = CompiledPasses(lambda x: [x * outside], [of(4)], recompute=False)
     assert not captures.can_run
     assert [each.dtype for each in captures.captured] == [tf.resource]
+
+    def printing(x: tf.Tensor) -> list[tf.Tensor]:
+        tf.print(x)
+        tf.debugging.assert_positive(x)
+        return [x * x]
+
+    def asserting(x: tf.Tensor) -> list[tf.Tensor]:
+        tf.debugging.assert_positive(x)
+        return [x * x]
+
+    assert not CompiledPasses(printing, [of(4)], recompute=False).can_run
+    assert CompiledPasses(asserting, [of(4)], recompute=False).can_run

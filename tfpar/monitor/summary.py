@@ -116,6 +116,8 @@ def write(
       CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
     """
     options = info.config.checkpoint
+    if info.topology.is_chief:
+        monitor.finish(content)
     unsaved: list[str] = []
     # Workers that share a replica have its weights only together.
     if options.workdir and (info.topology.is_chief or info.topology.parts_on_workers):
@@ -123,7 +125,6 @@ def write(
         unsaved = _try_write("model.keras", lambda: export_model(info.model, eval_weights(), path))
     if not info.topology.is_chief:
         return
-    monitor.finish(content)
     failed = content["failed_writes"] = [*monitor.failures, *unsaved]
     if options.workdir:
         path = pathlib.Path(options.workdir)

@@ -160,8 +160,8 @@ def _sent_parts(variable: keras.Variable, split: Split | FlatSplit, peers: Repli
 def whole_blocks(variable: keras.Variable, copy: int = 0) -> Iterator[np.ndarray]:
     """Yields the result of `whole` in blocks: arrays that have its elements in order, one after the other.
 
-    A block has about 32 MiB, or is the part of a device. Only weights that are divided in other than the first
-    dimension, which are rarely large, are a block of their own.
+    A block has about 32 MiB, or is the part of a device. A weight is one block if another than its first dimension is
+    divided.
 
     Args:
       variable: The variable.

@@ -92,6 +92,9 @@ def test_only_compiled_passes_keep_fewer_activations():
     stages = question(on(2, fused_in_stages=0.25))
     assert predict_plan(stages, plan(pipeline=2)).memory.activations == 640 * MB // 4
     assert predict_plan(question(on(2), compiled=False), plan(pipeline=2)).memory.activations == 640 * MB
+    recomputed = plan(pipeline=2, recompute="blocks")
+    whole = question(on(2, fused_in_stages=1.0))
+    assert predict_plan(stages, recomputed).memory == predict_plan(whole, recomputed).memory
 
 
 def test_sharded_weights_are_whole_where_they_are_used():

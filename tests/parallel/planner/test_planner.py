@@ -168,6 +168,19 @@ def test_times_of_passes_lie_between_those_that_were_measured():
     assert predict_plan(question(machine), plan(micro_batches=4)).time.compute == pytest.approx(4 * 3 * 8e9 * 2.0)
 
 
+def test_passes_wait_for_a_core_that_another_worker_uses():
+    """Two stages and four micro-batches: ten passes."""
+    rates = Rates(passes={OPS: [Point(1, 1e-12, 1e-12)]}, updates={OPS: 1e9}, adding=1e9)
+
+    def messages(workers: int, cores: int) -> float:
+        machine = on(2 // workers, workers, measured_rates=rates, cores=cores, sharing=4, between=on().within)
+        return predict_plan(question(machine), plan(pipeline=2, micro_batches=4)).time.messages
+
+    assert messages(2, 2) - messages(2, 4) == pytest.approx(10 * 2.5e-3)
+    assert messages(2, 1) - messages(2, 4) == pytest.approx(3 * 10 * 2.5e-3)
+    assert messages(1, 2) == messages(1, 4)
+
+
 def test_devices_that_share_cores_take_their_processor_time_together():
     """Four cores, of which a pass keeps two busy."""
     rates = Rates(passes={OPS: [Point(1, 1e-12, 2e-12)]}, updates={OPS: 1e30}, adding=1e30)

@@ -57,6 +57,8 @@ def memory_of(
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
     in_program = compiled and plan.way == PROGRAM
     fused = {PROGRAM: machine.fused, STAGES: machine.fused_in_stages}.get(plan.way, 1.0) if compiled else 1.0
+    if plan.way == STAGES and plan.recompute != "none":
+        fused = 1.0  # what is kept are the inputs of blocks
     copies = 0 if compiles_update and replica.way_of_update == PROGRAM else 1 + state_per_weight // 4 + _INTERMEDIATE
     found = []
     for device in range(replica.devices):

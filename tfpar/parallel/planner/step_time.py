@@ -25,6 +25,9 @@ from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Plan, StepTime
 from tfpar.parallel.planner.stages import Replica, Stage
 
+# How long a worker that a message wakes waits for a core that another worker uses: about a time slice of Linux. Fitted to
+# runs of pipelines of four workers on two cores (docs/planner.md).
+_SLICE_S = 2.5e-3
 # The gradients of activations and of weights cost as much as the forward pass each.
 _PASSES = 3
 _SHARDED_BYTES = 4096  # of a weight that `--shard=weights` divides
@@ -125,7 +128,16 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
             seconds += (plan.mesh.model - 1) * (gathering.latency + part / gathering.bandwidth)
         taken.append(seconds)
     # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
-    return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
+    sending = 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
+    passes = 2 * (plan.micro_batches + plan.mesh.pipeline - 1)
+    return sending + passes * _waiting_for_a_core(replica, machine)
+
+
+def _waiting_for_a_core(replica: Replica, machine: Machine) -> float:
+    """Returns the seconds for which a pass waits after its tensors have come from another worker."""
+    if not (replica.here and machine.cores):
+        return 0.0
+    return _SLICE_S * max(0.0, machine.sharing / machine.cores - 1)
 
 
 def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange) -> float:

@@ -25,6 +25,11 @@ _NAMES = (
 )
 _CHEAP = frozenset(_NAMES.split())
 
+# Stateful operations that may be left out.
+_WITHOUT_EFFECT = frozenset(
+    ["Assert", "Placeholder", "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "ReadVariableOp"]
+)
+
 Body = Callable[..., Sequence[tf.Tensor]]
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
 
@@ -85,33 +90,35 @@ class CompiledPasses:
       recompute: Whether the backward pass computes everything again.
 
     Attributes:
-      kept: The symbolic tensors that the forward pass returns for the backward pass.
-      captured: Tensors that the stage reads beside its arguments, in which case the passes cannot be used.
+      kept: The symbolic tensors that the forward pass returns for the backward pass: none if that computes everything
+        again, as it does where a loop or a branch has what it needs.
+      captured: Tensors that the stage reads beside its arguments.
+      can_run: Whether the programs can be called. They cannot read variables, and would leave out what the stage does
+        beside its results, such as printing.
     """
 
     def __init__(self, body: Body, tensors: Sequence[tf.Tensor], *, recompute: bool) -> None:
         graph = _JointGraph(body, tensors)
         self.captured = graph.captured
         self.kept = [] if recompute else graph.to_keep()
+        if any(tensor.dtype == tf.variant for tensor in self.kept):
+            self.kept = []
         self._results = len(graph.results)
         self._has_gradient = [gradient is not None for gradient in graph.gradients]
         gradients = [gradient for gradient in graph.gradients if gradient is not None]
-        self._forward = graph.program("forward", graph.inputs, [*graph.results, *self.kept])
-        self._backward = graph.program("backward", [*graph.inputs, *self.kept, *graph.upstream], gradients)
-
-    @property
-    def can_run(self) -> bool:
-        """Whether the programs can be called: XLA programs neither capture tensors nor return the lists of loops."""
-        return not self.captured and all(tensor.dtype not in (tf.variant, tf.resource) for tensor in self.kept)
+        inputs = [*graph.inputs, *graph.constants]
+        self._forward = graph.program("forward", inputs, [*graph.results, *self.kept])
+        self._backward = graph.program("backward", [*inputs, *self.kept, *graph.upstream], gradients)
+        self.can_run = not graph.has_effects() and all(each.dtype != tf.resource for each in self.captured)
 
     def forward(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
         """See `Passes`."""
-        found = self._forward(tensors)
+        found = self._forward([*tensors, *self.captured])
         return found[: self._results], found[self._results :]
 
     def backward(self, tensors: Sequence[tf.Tensor], kept: Any, upstream: Sequence[tf.Tensor]) -> Gradients:
         """See `Passes`."""
-        found = iter(self._backward([*tensors, *kept, *upstream]))
+        found = iter(self._backward([*tensors, *self.captured, *kept, *upstream]))
         return [next(found) if has_gradient else None for has_gradient in self._has_gradient]
 
 
@@ -128,6 +135,7 @@ class _JointGraph:
       upstream: Stand-ins for the gradients of the floating-point results.
       gradients: The symbolic gradients of the floating-point arguments; None without one.
       captured: Tensors that the stage reads beside its arguments.
+      constants: The symbolic tensors that stand for them.
     """
 
     def __init__(self, body: Body, tensors: Sequence[tf.Tensor]) -> None:
@@ -150,23 +158,35 @@ class _JointGraph:
             self.gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-        concrete = tf.function(joint, autograph=False).get_concrete_function(*specs)
+        # Traced for XLA: otherwise a branch would return an optional, and a loop lists of unknown length.
+        concrete = tf.function(joint, autograph=False, jit_compile=True).get_concrete_function(*specs)
         self.captured = list(concrete.captured_inputs)
-        self._order = {each.name: place for place, each in enumerate(concrete.graph.get_operations())}
+        self.constants = concrete.inputs[len(concrete.inputs) - len(self.captured) :]
+        self._operations = concrete.graph.get_operations()
+        self._order = {each.name: place for place, each in enumerate(self._operations)}
         self._definition = concrete.graph.as_graph_def()
 
     def to_keep(self) -> list[tf.Tensor]:
         """Returns the tensors of the forward pass that the backward pass needs, and cannot compute from others at
         little cost."""
-        crossing = self._crossing()
-        known, kept = _references(self.inputs), []
-        for operation in self._needed(crossing, self.inputs)[0]:
+        given = [*self.inputs, *self.constants]
+        crossing = self._crossing(given)
+        known, wanted, kept = _references(given), _references(crossing), []
+        for operation in self._needed(crossing, given)[0]:
             cheap = operation.type in _CHEAP and known.issuperset(_references(operation.inputs))
             for output in operation.outputs:
-                if cheap or output.ref() in _references(crossing):
+                if cheap or output.ref() in wanted:
                     known.add(output.ref())
                     kept += [] if cheap else [output]
         return kept
+
+    def has_effects(self) -> bool:
+        """Returns whether the stage does something beside its results, which no program would do. Assertions, which XLA
+        leaves out, do not count."""
+        computed = {each.name for each in self._needed(self.results, self.inputs)[0]}
+        others = [each for each in self._operations if each.name in self._forward and each.name not in computed]
+        stateful = [each for each in others if each.op_def.is_stateful and "AssertGuard" not in each.name]
+        return any(each.type not in _WITHOUT_EFFECT for each in stateful)
 
     def program(
         self, name: str, arguments: Sequence[tf.Tensor], wanted: Sequence[tf.Tensor]
@@ -185,29 +205,37 @@ class _JointGraph:
         definition = self._part({operation.name for operation in operations})
         inputs = _references(each for operation in operations for each in operation.inputs)
         places = [place for place, each in enumerate(arguments) if each.ref() in read]
+        # XLA would copy a tensor that a program returns twice.
+        order = {each.ref(): each for each in wanted}
+        distinct = [*order.values()]
 
         def run(*given: tf.Tensor) -> list[tf.Tensor]:
             values = {arguments[place].ref(): value for place, value in zip(places, given, strict=True)}
             fed = {each.deref().name: value for each, value in values.items() if each in inputs}
-            inside = [each for each in wanted if each.ref() not in values]
+            inside = [each for each in distinct if each.ref() not in values]
             found = tf.graph_util.import_graph_def(definition, fed, [each.name for each in inside], name=name)
             for each, value in zip(inside, found, strict=True):
                 value.set_shape(each.shape)
                 values[each.ref()] = value
-            return [values[each.ref()] for each in wanted]
+            return [values[each.ref()] for each in distinct]
 
         run.__name__ = name
         function = tf.function(run, autograph=False, jit_compile=True)
-        return lambda values: list(function(*(values[place] for place in places)))
 
-    def _crossing(self) -> list[tf.Tensor]:
-        """Returns the tensors of the forward pass that operations of the backward pass read."""
+        def call(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            found = dict(zip(order, function(*(values[place] for place in places)), strict=True))
+            return [found[each.ref()] for each in wanted]
+
+        return call
+
+    def _crossing(self, given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors of the forward pass, other than given ones, that operations of the backward pass read."""
         made = [each for each in self.gradients if each is not None]
-        operations, _ = self._needed(made, [*self.inputs, *self.upstream])
+        operations, _ = self._needed(made, [*given, *self.upstream])
         backward = [each for each in operations if each.name not in self._forward]
         tensors = [*made, *(each for operation in backward for each in operation.inputs)]
         found = {each.ref(): each for each in tensors if each.op.name in self._forward}
-        return [each for reference, each in found.items() if reference not in _references(self.inputs)]
+        return [found[reference] for reference in found.keys() - _references(given)]
 
     def _needed(self, wanted: Iterable[tf.Tensor], given: Iterable[tf.Tensor]) -> tuple[list[tf.Operation], set[Any]]:
         """Returns the operations that compute tensors from given ones, in the order of the trace, and references to
@@ -225,8 +253,7 @@ class _JointGraph:
         return sorted(found.values(), key=lambda operation: self._order[operation.name]), read
 
     def _part(self, names: Collection[str]) -> tf.compat.v1.GraphDef:
-        """Returns a part of the graph. Only data order its operations: those that control dependencies add to an XLA
-        program change nothing."""
+        """Returns a part of the graph. Only data order its operations: see `has_effects`."""
         part = tf.compat.v1.GraphDef(versions=self._definition.versions, library=self._definition.library)
         for node in self._definition.node:
             if node.name in names:

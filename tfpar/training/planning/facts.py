@@ -112,12 +112,14 @@ def find_facts(
     """
     spec = optimizer or OptimizerSpec(None, False)
 
+    busy = max(1, min(workers_here, cores() // threads())) if most_examples else 1
+
     def find(*, alone: bool = False) -> Facts:
         precision.set_policy(config.precision)
-        return _facts(build, config, sizes, spec, layout, most_examples, alone=alone)
+        memory = (device_memory("CPU", busy) or _MEMORY) // 2
+        return _facts(build, config, sizes, spec, layout, most_examples, memory, alone=alone)
 
     if context.context()._context_handle is None and hasattr(os, "fork"):
-        busy = min(workers_here, cores() // threads()) if most_examples else 1
         with _beside(busy - 1, find):
             return _in_fork(functools.partial(find, alone=True))
     policy, state = keras.config.dtype_policy(), keras_calls.thread_state()
@@ -140,10 +142,11 @@ def _facts(
     spec: OptimizerSpec,
     layout: Mapping[str, str] | None,
     most_examples: int,
+    memory: int,
     *,
     alone: bool,
 ) -> Facts:
-    """`find_facts` in this process, which ends afterwards if it is `alone`."""
+    """`find_facts` in this process, which ends afterwards if it is `alone`, with so much memory for passes."""
     model = build if isinstance(build, keras.Model) else build()
     if not isinstance(model, keras.Model) or not model.built:
         raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
@@ -154,7 +157,7 @@ def _facts(
         limits = Limits(
             examples=most_examples,
             length=config.input.sequence_length,
-            memory=(device_memory("CPU", 1) or _MEMORY) // 2 - 2 * costs.parameters,
+            memory=memory - 2 * costs.parameters,
             stages=bool(sizes),
             reports=alone,
         )
@@ -197,8 +200,10 @@ def _beside(number: int, find: Callable[[], Facts]) -> Iterator[None]:
             os.dup2(nothing.fileno(), 2)
         _attempt(find)
 
-    children = [_fork(same) for _ in range(number)]
+    children: list[int] = []
     try:
+        for _ in range(number):
+            children.append(_fork(same))
         yield
     finally:
         for child in children:

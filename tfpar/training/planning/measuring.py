@@ -133,7 +133,8 @@ def measure(
             if way == PROGRAM and kept:
                 fused = temporaries() / (kept * passes[way][-1].examples)
             if way == STAGES and kept:
-                fused_in_stages = _kept_by(step) / (kept * passes[way][-1].examples)
+                by_stages = _kept_by(step)
+                fused_in_stages = 1.0 if by_stages is None else by_stages / (kept * passes[way][-1].examples)
         updates, adding = _memory_rates(optimizer, [PROGRAM, OPS] if compiles_update else [OPS])
     return Measured(Rates(passes=passes, updates=updates, adding=adding), fused, fused_in_stages) if passes else None
 
@@ -184,24 +185,25 @@ def _step(model: keras.Model, way: str) -> Callable[..., Any]:
     return tf.function(step, autograph=False, jit_compile=True if way == PROGRAM else None)
 
 
-def _kept_by(step: Any) -> int:
-    """Bytes that the last forward pass of `_step(model, STAGES)` keeps; 0 if that is not known."""
-    return int(step.python_function.kept)
+def _kept_by(step: Any) -> int | None:
+    """`_StagePasses.kept` of `_step(model, STAGES)`."""
+    kept: int | None = step.python_function.kept
+    return kept
 
 
 class _StagePasses:
-    """The same, as the one stage of a pipeline: traced once for every number of examples.
+    """A forward and backward pass like `_step`'s, as those of the only stage of a pipeline.
 
     Args:
       model: The model.
 
     Attributes:
-      kept: Bytes that the last forward pass that was traced keeps for the backward pass; 0 if that is not known.
+      kept: Bytes that the forward pass, as it was traced last, keeps for the backward pass. None if it keeps all.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self.kept = 0
+        self.kept: int | None = None
 
     def __call__(self, inputs: Any, weights: Any, state: Any) -> Any:
         tensors = [*inputs, *weights, *state]
@@ -213,9 +215,9 @@ class _StagePasses:
 
         compiled = CompiledPasses(body, tensors, recompute=False)
         passes: Passes = compiled
-        self.kept = 0
+        self.kept = None
         if compiled.can_run:
-            self.kept = sum(each.shape.num_elements() * each.dtype.size for each in compiled.kept)
+            self.kept = sum((each.shape.num_elements() or 0) * each.dtype.size for each in compiled.kept)
         else:
             program = tf.function(body, autograph=False, jit_compile=True)
             passes = TapedPasses(lambda given: program(*given), recompute=False)
