@@ -25,8 +25,8 @@ from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Plan, StepTime
 from tfpar.parallel.planner.stages import Replica, Stage
 
-# How long a worker that a message wakes waits for a core that another worker uses: about a time slice of Linux. Fitted to
-# runs of pipelines of four workers on two cores (docs/planner.md).
+# How long a worker that a message wakes waits for a core that another uses: about a time slice of Linux. Fitted to runs
+# of pipelines of four workers on two cores (docs/planner.md).
 _SLICE_S = 2.5e-3
 # The gradients of activations and of weights cost as much as the forward pass each.
 _PASSES = 3
