@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from tfpar import models
+from tfpar.checkpoint.export import export_model
 from tfpar.checkpoint.model_files import unloadable_parts
-from tfpar.monitor.export import export_model
 
 import keras
 import numpy as np

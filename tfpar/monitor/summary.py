@@ -17,8 +17,8 @@ from typing import Any
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
+from tfpar.checkpoint.export import export_model
 from tfpar.monitor import tags
-from tfpar.monitor.export import export_model
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
 from tfpar.parallel.split import whole_blocks, whole_elements

@@ -1,4 +1,4 @@
-"""Writes a model as a `.keras` file, also one that several workers hold between them."""
+"""Writes a model to a `.keras` file, also one that several workers hold between them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], pat
         with tempfile.TemporaryFile(dir=path.parent) if divided else contextlib.nullcontext() as file:
             for (variable, own), parts in zip(divided, blocks, strict=True):
                 reads[id(variable)] = _stored(file, own, parts)
-            _save(model, _Values(reads), path)
+            # A layer may create variables when it is saved, which a scope would refuse.
+            _save(model, _Values(reads) if reads else contextlib.nullcontext(), path)
     except OSError:
         _drain(blocks)  # the other workers send what is left all the same
         raise
@@ -93,7 +94,7 @@ class _Values(keras.StatelessScope):
         return super().get_current_value(variable) if read is None else tf.convert_to_tensor(read())
 
 
-def _save(model: keras.Model, values: keras.StatelessScope, path: pathlib.Path) -> None:
+def _save(model: keras.Model, values: contextlib.AbstractContextManager[Any], path: pathlib.Path) -> None:
     """Saves a model as a `.keras` file, whole or not at all."""
     if parts := unloadable_parts(model):
         _log.warning(

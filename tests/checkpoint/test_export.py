@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_saved_whole
-from tfpar.monitor import export
+from tfpar.checkpoint import export
 from tfpar.parallel import split
 from tfpar.parallel.split import whole, whole_blocks
 
