@@ -120,6 +120,8 @@ def test_a_result_that_is_kept_is_returned_once():
 
 def test_what_loops_and_branches_compute_is_computed_again():
     assert CompiledPasses(loop, ARGUMENTS[loop], recompute=False).kept == []
+    noisy = CompiledPasses(lambda x, k: [loop(x, k)[0] * tf.random.uniform([WIDTH])], ARGUMENTS[loop], recompute=False)
+    assert not noisy.can_run  # other random numbers in the backward pass
 
 
 def test_variables_and_effects_are_left_to_the_tape():

@@ -25,10 +25,11 @@ _NAMES = (
 )
 _CHEAP = frozenset(_NAMES.split())
 
-# Stateful operations that may be left out.
-_WITHOUT_EFFECT = frozenset(
-    ["Assert", "Placeholder", "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "ReadVariableOp"]
+# Operations whose results are others at each call, and all stateful ones that may be left out.
+_DRAWING = frozenset(
+    ["Multinomial", "RandomShuffle", "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal"]
 )
+_WITHOUT_EFFECT = _DRAWING | {"Assert", "Placeholder", "ReadVariableOp"}
 
 Body = Callable[..., Sequence[tf.Tensor]]
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
@@ -93,23 +94,24 @@ class CompiledPasses:
       kept: The symbolic tensors that the forward pass returns for the backward pass: none if that computes everything
         again, as it does where a loop or a branch has what it needs.
       captured: Tensors that the stage reads beside its arguments.
-      can_run: Whether the programs can be called. They cannot read variables, and would leave out what the stage does
-        beside its results, such as printing.
+      can_run: Whether the programs can be called. They cannot read variables, would leave out what the stage does
+        beside its results, such as printing, and could not compute stateful random numbers again because of a loop.
     """
 
     def __init__(self, body: Body, tensors: Sequence[tf.Tensor], *, recompute: bool) -> None:
         graph = _JointGraph(body, tensors)
         self.captured = graph.captured
         self.kept = [] if recompute else graph.to_keep()
-        if any(tensor.dtype == tf.variant for tensor in self.kept):
-            self.kept = []
+        loops = any(tensor.dtype == tf.variant for tensor in self.kept)
+        self.kept = [] if loops else self.kept
         self._results = len(graph.results)
         self._has_gradient = [gradient is not None for gradient in graph.gradients]
         gradients = [gradient for gradient in graph.gradients if gradient is not None]
         inputs = [*graph.inputs, *graph.constants]
         self._forward = graph.program("forward", inputs, [*graph.results, *self.kept])
         self._backward = graph.program("backward", [*inputs, *self.kept, *graph.upstream], gradients)
-        self.can_run = not graph.has_effects() and all(each.dtype != tf.resource for each in self.captured)
+        has_others = graph.has_effects() or (loops and graph.draws())
+        self.can_run = not has_others and all(each.dtype != tf.resource for each in self.captured)
 
     def forward(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
         """See `Passes`."""
@@ -187,6 +189,11 @@ class _JointGraph:
         others = [each for each in self._operations if each.name in self._forward and each.name not in computed]
         stateful = [each for each in others if each.op_def.is_stateful and "AssertGuard" not in each.name]
         return any(each.type not in _WITHOUT_EFFECT for each in stateful)
+
+    def draws(self) -> bool:
+        """Returns whether there are random numbers that are others at each call."""
+        functions = [self._definition.node, *(each.node_def for each in self._definition.library.function)]
+        return any(node.op in _DRAWING for nodes in functions for node in nodes)
 
     def program(
         self, name: str, arguments: Sequence[tf.Tensor], wanted: Sequence[tf.Tensor]
