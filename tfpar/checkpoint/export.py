@@ -105,7 +105,6 @@ def _save(model: keras.Model, values: contextlib.AbstractContextManager[Any], pa
         )
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with values:
             model.save(temporary)
         os.replace(temporary, path)

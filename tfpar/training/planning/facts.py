@@ -111,7 +111,6 @@ def find_facts(
       ConfigError: The model cannot be counted.
     """
     spec = optimizer or OptimizerSpec(None, False)
-
     busy = max(1, min(workers_here, cores() // threads())) if most_examples else 1
 
     def find(*, alone: bool = False) -> Facts:
