@@ -5,6 +5,7 @@ from __future__ import annotations
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange, buckets
+from tfpar.exchange import spec as specs
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.reducer import LocalReducer, SharedMemoryReducer
@@ -149,3 +150,28 @@ def test_former_names_still_work(old, new):
     assert exchange.first_ready_indices == [1]
     with pytest.raises(AttributeError, match="no attribute 'unknown'"):
         _ = exchange.unknown
+
+
+def test_gradients_are_kept_only_for_the_steps_that_are_compared():
+    """In all others, sums take their memory."""
+    shape = tf.TensorShape([1 << 10, 1 << 10])
+    reducer = CompressedReducer(specs.parse("int4:sample_every=3"), [shape], world_group(2, 0), "/device:CPU:0", 0)
+
+    @tf.function(autograph=False)
+    def run(step):
+        gradient = tf.random.stateless_uniform(shape, tf.stack([step, step]))  # no constant, which would stay in memory
+        [given], [kept] = reducer._given_away([gradient], step)
+        total = tf.negative(given)  # in place, if nothing else needs its input
+        with tf.control_dependencies([total]):
+            return tf.reduce_sum(kept), tf.reduce_sum(total)
+
+    run(tf.constant(0, tf.int64))
+    peaks = []
+    for step in range(4):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        kept, total = run(tf.constant(step, tf.int64))
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+        assert kept == (-total if step in (0, 3) else 0.0)
+    size = 4 * shape.num_elements()
+    assert [round(peak / size) for peak in peaks] == [2, 1, 1, 2]

@@ -218,16 +218,19 @@ class CompressedReducer(Reducer):
         norms = []
         large: dict[int, tf.Tensor] = {}
         # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
+        compared: list[tf.Tensor] = []
         for indices, bucket in reversed(list(self._indexed_buckets())):
-            parts, norm = bucket.reduce([gradients[index] for index in indices], step, pending)
+            tensors, kept = self._given_away([gradients[index] for index in indices], step)
+            parts, norm = bucket.reduce(tensors, step, pending)
             large |= dict(zip(indices, parts, strict=True))
+            compared += kept
             norms.append(norm)
         sums, sidecar = self._reduce_small(gradients, sidecar)
 
         def assign() -> tf.Tensor:
             for variable, value in pending:
                 variable.assign(value, read_value=False)
-            self._observe([gradients[index] for index in large], list(large.values()), tf.add_n(norms), step)
+            self._observe(compared, list(large.values()), tf.add_n(norms), step)
             local_copy(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
@@ -279,30 +282,51 @@ class CompressedReducer(Reducer):
 
     def _reduce_buckets(self, gradients: dict[int, tf.Tensor], step: tf.Tensor) -> dict[int, tf.Tensor]:
         """Sums of the tensors of all buckets but the embeddings'."""
-        tensors = list(gradients.values())
+        every = list(gradients.values())
 
         def encoded() -> list[tf.Tensor]:
             sums: list[tf.Tensor] = []
+            compared: list[tf.Tensor] = []
             norms = []
             for indices, bucket in self._indexed_buckets():
                 if indices[0] in self.sparse:
                     continue
-                parts, norm = bucket.reduce([gradients[index] for index in indices], step)
+                tensors, kept = self._given_away([gradients[index] for index in indices], step)
+                parts, norm = bucket.reduce(tensors, step)
                 sums += parts
+                compared += kept
                 norms.append(norm)
-            self._observe(tensors, sums, tf.add_n(norms), step)
+            self._observe(compared, sums, tf.add_n(norms), step)
             return sums
 
-        dense = functools.partial(self._dense_sums, tensors, self._warmup_instance)
+        shapes = [tensor.shape for tensor in every]
+        dense = functools.partial(self._dense_sums, every, shapes, self._warmup_instance)
         return dict(zip(gradients, self._unless_warming_up(step, encoded, dense), strict=True))
 
     def _unless_warming_up(self, step: tf.Tensor, encoded: Callable[[], Any], dense: Callable[[], Any]) -> Any:
         """The result of `encoded`, or in the first `warmup_steps` exchanges that of `dense`."""
         return tf.cond(step < self._warmup_steps, dense, encoded) if self._warmup_steps else encoded()
 
-    def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
-        reduced = self._group.all_reduce(buckets.concatenated(tensors), instance)
-        return buckets.split(reduced, [tensor.shape for tensor in tensors])
+    def _dense_sums(self, tensors: list[tf.Tensor], shapes: Sequence[tf.TensorShape], instance: int) -> list[tf.Tensor]:
+        vector = tf.ensure_shape(buckets.concatenated(tensors), [sum(shape.num_elements() for shape in shapes)])
+        return buckets.split(self._group.all_reduce(vector, instance), shapes)
+
+    def _given_away(self, tensors: list[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The tensors for an exchange, whose sums take their memory if nothing else will read them; and the same as
+        vectors for `_observe`, which are empty but for the steps that are compared."""
+        if not self._sample_every:
+            return tensors, []
+        kept = tf.cond(
+            self._is_compared(step),
+            lambda: [tf.reshape(tensor, [-1]) for tensor in tensors],
+            lambda: [tf.zeros([0], tensor.dtype) for tensor in tensors],
+        )
+        with tf.control_dependencies(kept):
+            return [tf.identity(tensor) for tensor in tensors], kept
+
+    def _is_compared(self, step: tf.Tensor) -> tf.Tensor:
+        """Whether the sums of a step are compared with the dense ones: early in a run, but not in its first step."""
+        return tf.equal(step % self._sample_every, min(self._sample_every // 10, 100))
 
     def _placeholder(self, index: int) -> Any:
         """In place of the sum of a tensor; of an embedding, one row, which can be made NaN."""
@@ -311,21 +335,19 @@ class CompressedReducer(Reducer):
             return tf.zeros([1, *shape[1:]]), tf.zeros([1], tf.int64)
         return tf.zeros(shape)
 
-    def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
+    def _observe(self, compared: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
         """Stores the norms and, in some steps, the cosine between the sums and the dense ones."""
         observed = local_copy(self._observed)
-        every = self._sample_every
 
         def cosine() -> tf.Tensor:
-            dense = self._dense_sums(tensors, self._sample_instance)
+            dense = self._dense_sums(compared, [each.shape for each in sums], self._sample_instance)
             inner = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(dense, sums, strict=True)])
             squares = [2.0 * tf.add_n([tf.nn.l2_loss(part) for part in parts]) for parts in (dense, sums)]
             return inner / tf.sqrt(squares[0] * squares[1])
 
         latest = observed.read_value()[2]
-        if every:
-            # For the first time early in a run, but not at its very first exchange.
-            latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
+        if self._sample_every:
+            latest = tf.cond(self._is_compared(step), cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 
     def _choose(self, measured: Any = None) -> list[Spec]:
