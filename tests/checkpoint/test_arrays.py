@@ -9,7 +9,7 @@ import shutil
 from tfpar.checkpoint import format as checkpoint_files
 from tfpar.checkpoint.arrays import Part, SavedArrays, index_from_json, index_of, write_arrays
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.parallel.division import Split
+from tfpar.parallel.division import FlatSplit, Split
 
 import numpy as np
 import pytest
@@ -86,6 +86,48 @@ def test_any_stretches(tmp_path_factory, stretches):
     shutil.rmtree(directory)
 
 
+@pytest.mark.parametrize("size", [1, 3, 5, 40])
+def test_flat_parts_are_read_by_any_division(tmp_path, size):
+    """Also where some workers have nothing but padding: 36 elements, 40 workers."""
+    table = WHOLE["model/table"]
+    split = FlatSplit(table.shape, size)
+    names = [f"{rank}.safetensors" for rank in range(size) if split.own_elements(rank)]
+    for rank, file in enumerate(names):
+        part = split.without_padding(split.part(table, rank), rank, table.shape)
+        write_arrays(tmp_path / file, {"table": part}, {"table": Part(table.shape, None, (split.stretch(rank),))})
+    index = index_of([tmp_path / name for name in names])
+    index = index_from_json(json.loads(json.dumps(checkpoint_files.index_as_json(index))), names)
+    saved = SavedArrays(tmp_path, names, lambda path: None, index)
+    assert saved.shape("table") == table.shape
+    np.testing.assert_array_equal(saved["table"], table)
+    for other in (1, 2, 4, 50):
+        flat = FlatSplit(table.shape, other)
+        for rank in range(other):
+            part = saved.read("table", Part(table.shape, None, (flat.stretch(rank),)))
+            np.testing.assert_array_equal(flat.with_padding(part), flat.part(table, rank))
+    for axis in (0, 1):
+        wanted = Part(table.shape, axis, ((1, 1), (0, 2)))
+        np.testing.assert_array_equal(saved.read("table", wanted), table.take([1, 0, 1], axis=axis))
+
+
+@pytest.mark.parametrize("parts", ["whole", "rows", "columns"])
+def test_flat_parts_of_what_was_saved_in_another_way(tmp_path, parts):
+    table = WHOLE["model/table"]
+    axis = None if parts == "whole" else int(parts == "columns")
+    names = ["0.safetensors"] if axis is None else ["0.safetensors", "1.safetensors", "2.safetensors"]
+    for rank, file in enumerate(names):
+        if axis is None:
+            write_arrays(tmp_path / file, {"table": table})
+            continue
+        split = Split(axis, 3)
+        place = Part(table.shape, axis, tuple(split.stretches(table.shape[axis], rank)))
+        write_arrays(tmp_path / file, {"table": split.part(table, rank)}, {"table": place})
+    saved = SavedArrays(tmp_path, names, lambda path: None, index_of([tmp_path / name for name in names]))
+    wanted = Part(table.shape, None, ((4, 9), (0, 1), (35, 1)))
+    flat = table.reshape(-1)
+    np.testing.assert_array_equal(saved.read("table", wanted), np.concatenate([flat[4:13], flat[:1], flat[35:]]))
+
+
 def test_a_worker_opens_only_the_files_that_it_needs(tmp_path):
     names = write(tmp_path, 4)
     opened: list[str] = []
@@ -123,6 +165,9 @@ def with_part(**changes: object) -> dict[str, object]:
         {"a": [GOOD, with_part(axis=True)]},
         {"a": [GOOD, with_part(stretches=[[2, 1 << 50]])]},
         {"a": [GOOD, with_part(stretches="ab")]},
+        {"a": [with_part(axis=None), with_part(axis=None, stretches=[[2, 5]])]},
+        {"a": [with_part(axis=None, stretches=[[0, 9]])]},
+        {"a": [GOOD, with_part(axis=None, stretches=[[2, 6]])]},
         {"a": [GOOD, with_part(shape=None)]},
         {"a": [GOOD, {"file": "1.safetensors", "part": None}]},
     ],
@@ -131,6 +176,7 @@ def test_an_index_with_anything_else_in_it_is_damaged(index):
     with pytest.raises(ValueError, match=r"index|part"):
         index_from_json(index, ["0.safetensors", "1.safetensors"])
     index_from_json({"a": [GOOD, with_part(stretches=[[2, 2]])]}, ["0.safetensors"])
+    index_from_json({"a": [with_part(axis=None, stretches=[[0, 3], [3, 5]])]}, ["0.safetensors"])
 
 
 def checkpoint(step: int, rank: int, exchange: bool) -> Checkpoint:

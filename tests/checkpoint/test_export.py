@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import zipfile
+
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_saved_whole
 from tfpar.checkpoint import export
@@ -11,6 +14,7 @@ from tfpar.parallel.split import whole, whole_blocks
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 MESHES = ["model:2", "pipeline:2", "data:2"]
 
@@ -92,3 +96,27 @@ def test_all_blocks_are_read_if_the_disk_is_full(tmp_path, monkeypatch):
     export.export_model(trainer.model, weights, None)
     assert {*on_chief} == {*read}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_becomes_the_file_that_keras_would_write(tmp_path):
+    """With what a layer keeps besides weights, and without the weights in Python's memory."""
+    words = keras.layers.StringLookup(vocabulary=["north", "south"], output_mode="one_hot")
+    inside = keras.Sequential([keras.Input((3,)), *(keras.layers.Dense(512) for _ in range(8))])
+    text = keras.Input((1,), dtype="string")
+    model = keras.Model(text, inside(words(text)))
+    size = sum(weight.numpy().nbytes for weight in model.weights)
+    (tmp_path / "folder.folder").mkdir()  # of an attempt that was killed
+    (tmp_path / "folder.folder" / "rest").write_text("")
+    peaks = {}
+    for name, write in (("keras", keras.Model.save), ("folder", export._write_in_folder)):
+        tracemalloc.start()
+        write(model, tmp_path / f"{name}.keras")
+        peaks[name] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peaks["folder"] < 0.5 * size < peaks["keras"]
+    assert {path.name for path in tmp_path.iterdir()} == {"keras.keras", "folder.keras"}
+    names = [sorted(zipfile.ZipFile(path).namelist()) for path in sorted(tmp_path.iterdir())]
+    assert names[0] == names[1]
+    loaded = keras.saving.load_model(tmp_path / "folder.keras")
+    rows = tf.constant([["south"], ["west"]])
+    np.testing.assert_array_equal(loaded(rows), model(rows))

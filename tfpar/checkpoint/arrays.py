@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,22 +22,34 @@ _LARGEST_LENGTH = 1 << 48
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of an array: ranges of one dimension, joined.
+    """A part of an array: ranges of one dimension, joined, or of its elements in order.
 
     Attributes:
       shape: Shape of the whole.
-      axis: The dimension that is divided.
+      axis: The dimension that is divided; None if the array is flattened first. The part is then a vector.
       stretches: Start and length of each range in the whole, in their order in the part.
     """
 
     shape: tuple[int, ...]
-    axis: int
+    axis: int | None
     stretches: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...], axis: int | None) -> Part:
+        """All of an array, as a part."""
+        return cls(shape, axis, ((0, math.prod(shape) if axis is None else shape[axis]),))
+
+    @property
+    def length(self) -> int:
+        """Length of the divided dimension in the whole, or its number of elements."""
+        return math.prod(self.shape) if self.axis is None else self.shape[self.axis]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the part."""
         length = sum(length for _, length in self.stretches)
+        if self.axis is None:
+            return (length,)
         return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     def as_json(self) -> dict[str, Any]:
@@ -53,10 +66,10 @@ class Part:
         try:
             part = cls(
                 tuple(_length(size) for size in value["shape"]),
-                _length(value["axis"]),
+                None if value["axis"] is None else _length(value["axis"]),
                 tuple((_length(start), _length(length)) for start, length in value["stretches"]),
             )
-            if all(start + length <= part.shape[part.axis] for start, length in part.stretches):
+            if all(start + length <= part.length for start, length in part.stretches):
                 return part
         except (KeyError, TypeError, IndexError, ValueError):
             pass
@@ -192,18 +205,34 @@ class SavedArrays(Mapping[str, np.ndarray]):
           name: Its name.
           wanted: The part; all of it if None.
         """
-        places = self._index[name]
-        if len(places) == 1 and places[0][1] is None and wanted is None:
-            return self._file(places[0][0]).get_tensor(name)
+        file, first = self._index[name][0]
         if wanted is None:
-            shape = self.shape(name)
-            axis = places[0][1].axis if places[0][1] else 0
-            wanted = Part(shape, axis, ((0, shape[axis]),))
-        elif any(part is not None and part.axis != wanted.axis for _, part in places):
-            whole = self.read(name)  # saved along another dimension
-            return np.concatenate([_along(whole, wanted.axis, *each) for each in wanted.stretches], axis=wanted.axis)
+            if first is None:
+                return self._file(file).get_tensor(name)
+            return self.read(name, Part.whole(first.shape, first.axis)).reshape(first.shape)
+        if wanted.axis != (first.axis if first else wanted.axis or 0):
+            return self._read_across(name, wanted, first.axis if first else 0)
         pieces = [piece for start, length in wanted.stretches for piece in self._pieces(name, wanted, start, length)]
-        return np.concatenate(pieces, axis=wanted.axis)
+        return np.concatenate(pieces, axis=wanted.axis or 0)
+
+    def _read_across(self, name: str, wanted: Part, saved: int | None) -> np.ndarray:
+        """`read` for a part along another dimension than the saved ones."""
+        row = math.prod(wanted.shape[1:])
+        if wanted.axis == 0 and saved is None:
+            stretches = tuple((start * row, length * row) for start, length in wanted.stretches)
+            return self.read(name, Part(wanted.shape, None, stretches)).reshape(wanted.part_shape)
+        if wanted.axis is None and saved == 0:
+            pieces = []
+            for start, length in wanted.stretches:
+                begin, end = start // row, -(-(start + length) // row)
+                rows = self.read(name, Part(wanted.shape, 0, ((begin, end - begin),)))
+                pieces.append(rows.reshape(-1)[start - begin * row :][:length])
+            return np.concatenate(pieces)
+        whole = self.read(name)
+        if wanted.axis is None:
+            whole = whole.reshape(-1)
+        pieces = [_along(whole, wanted.axis, *stretch) for stretch in wanted.stretches]
+        return np.concatenate(pieces, axis=wanted.axis or 0)
 
     def _pieces(self, name: str, wanted: Part, start: int, length: int) -> Iterator[np.ndarray]:
         """The pieces of a range of a divided array, in order."""
@@ -272,7 +301,7 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
             end = max(end, start + length) if start <= end else -1
             if end < 0:
                 break
-        if end == first.shape[first.axis]:
+        if end == first.length:
             return
     raise ValueError(f"the parts of {name[:80]!r} do not make a whole")
 
@@ -280,7 +309,7 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
 def _placed(part: Part | None, wanted: Part) -> Iterator[tuple[int, int, int]]:
     """Start and length of each range of a part in the whole, and its start in the part."""
     if part is None:
-        yield 0, wanted.shape[wanted.axis], 0
+        yield 0, wanted.length, 0
         return
     at = 0
     for start, length in part.stretches:
@@ -298,5 +327,5 @@ def _overlap(part: Part | None, wanted: Part) -> bool:
     )
 
 
-def _along(tensor: Any, axis: int, start: int, length: int) -> np.ndarray:
-    return tensor[(*[slice(None)] * axis, slice(start, start + length))]
+def _along(tensor: Any, axis: int | None, start: int, length: int) -> np.ndarray:
+    return tensor[(*[slice(None)] * (axis or 0), slice(start, start + length))]

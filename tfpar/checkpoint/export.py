@@ -7,7 +7,9 @@ import logging
 import math
 import os
 import pathlib
+import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,8 +28,8 @@ _Read = Callable[[], Any]
 def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path: pathlib.Path | None) -> None:
     """Saves a model with the weights that evaluation used.
 
-    Divided weights are collected in a file beside `path`, one after the other, and read when Keras writes them: no
-    worker needs memory for the whole model.
+    Divided weights are collected in a file beside `path`, one after the other, and read when Keras writes them, into a
+    folder: no worker needs memory for the whole model.
 
     Args:
       model: The model. If workers hold it between them, all of them must call this function.
@@ -51,7 +53,8 @@ def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], pat
             for (variable, own), parts in zip(divided, blocks, strict=True):
                 reads[id(variable)] = _stored(file, own, parts)
             # A layer may create variables when it is saved, which a scope would refuse.
-            _save(model, _Values(reads) if reads else contextlib.nullcontext(), path)
+            values = _Values(reads) if reads else contextlib.nullcontext()
+            _save(model, values, path, write=_write_in_folder if divided else keras.Model.save)
     except OSError:
         _drain(blocks)  # the other workers send what is left all the same
         raise
@@ -94,8 +97,13 @@ class _Values(keras.StatelessScope):
         return super().get_current_value(variable) if read is None else tf.convert_to_tensor(read())
 
 
-def _save(model: keras.Model, values: contextlib.AbstractContextManager[Any], path: pathlib.Path) -> None:
-    """Saves a model as a `.keras` file, whole or not at all."""
+def _save(
+    model: keras.Model,
+    values: contextlib.AbstractContextManager[Any],
+    path: pathlib.Path,
+    write: Callable[[keras.Model, pathlib.Path], None],
+) -> None:
+    """Saves a model as a `.keras` file with `write`, whole or not at all."""
     if parts := unloadable_parts(model):
         _log.warning(
             "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
@@ -106,9 +114,27 @@ def _save(model: keras.Model, values: contextlib.AbstractContextManager[Any], pa
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         with values:
-            model.save(temporary)
+            write(model, temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # it may be what fills the disk
         raise
+
+
+def _write_in_folder(model: keras.Model, path: pathlib.Path) -> None:
+    """Writes a `.keras` file from a folder beside it.
+
+    Keras 3.15 writes all weights of a zipped file to memory first, unless little is free, which it compares with the
+    size of the parts of divided weights.
+    """
+    folder = path.with_name(f"{path.stem}.folder")
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    try:
+        model.save(folder, zipped=False)
+        with zipfile.ZipFile(path, "w") as file:
+            for part in sorted(part for part in folder.rglob("*") if part.is_file()):
+                file.write(part, part.relative_to(folder))
+                part.unlink()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

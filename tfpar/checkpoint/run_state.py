@@ -16,7 +16,7 @@ from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.parallel.division import Split
+from tfpar.parallel.division import FlatSplit, Split
 from tfpar.parallel.split import (
     assign_parts,
     assign_whole,
@@ -43,19 +43,9 @@ def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.V
     return result
 
 
-def snapshot(variables: Mapping[str, keras.Variable], *, kept: bool = True) -> dict[str, np.ndarray]:
-    """Copies of the variables' values; later steps do not touch them.
-
-    Args:
-      variables: By name.
-      kept: Whether to keep the copies, or only to take part in reading variables that are divided over several workers.
-    """
-    found = {}
-    for name, variable in variables.items():
-        value = whole(variable)
-        if kept:
-            found[name] = value
-    return found
+def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
+    """Copies of the variables' values by name; later steps do not touch them."""
+    return {name: whole(variable) for name, variable in variables.items()}
 
 
 def snapshot_here(
@@ -76,11 +66,14 @@ def snapshot_here(
         split, held = split_of(variable), held_by(variable)
         if not (held.saved_here if held else first or peers_of(variable)):
             continue
-        if isinstance(split, Split) and peers_of(variable):
-            pieces = [_part(variable, split, rank) for rank in ranks_here(variable)]
-            arrays[name] = np.concatenate(parts_here(variable), axis=split.axis)
-            stretches = tuple(stretch for piece in pieces for stretch in piece.stretches)
-            parts[name] = dataclasses.replace(pieces[0], stretches=stretches)
+        if split and peers_of(variable):
+            own = [(rank, part) for rank, part in zip(ranks_here(variable), parts_here(variable), strict=True)]
+            own = [(rank, part) for rank, part in own if part.size]
+            if own:  # otherwise there is only padding here
+                pieces = [_part(variable, split, rank) for rank, _ in own]
+                arrays[name] = np.concatenate([part for _, part in own], axis=pieces[0].axis or 0)
+                stretches = tuple(stretch for piece in pieces for stretch in piece.stretches)
+                parts[name] = dataclasses.replace(pieces[0], stretches=stretches)
         else:
             arrays[name] = whole_here(variable)
     return arrays, parts
@@ -134,9 +127,7 @@ def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) 
         held = held_by(variable)
         if name in names and (held is None or held.here):
             split = split_of(variable)
-            wanted = (
-                [_part(variable, split, rank) for rank in ranks_here(variable)] if isinstance(split, Split) else [None]
-            )
+            wanted = [_part(variable, split, rank) for rank in ranks_here(variable)] if split else [None]
             files.update(file for part in wanted for file in arrays.files_of(names[name], part))
     return files
 
@@ -157,19 +148,24 @@ def _shape_in(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, ...]:
 def _restore(variable: keras.Variable, arrays: Mapping[str, np.ndarray], name: str) -> None:
     """Assigns a saved value, or the parts of it that this worker has."""
     split = split_of(variable)
-    if isinstance(split, Split) and isinstance(arrays, SavedArrays):
-        length = variable.shape[split.axis]
-        assign_parts(
-            variable,
-            lambda rank: split.with_padding(arrays.read(name, _part(variable, split, rank or 0)), length),
-        )
+    if split and isinstance(arrays, SavedArrays):
+
+        def value_of(rank: int | None) -> np.ndarray:
+            part = arrays.read(name, _part(variable, split, rank or 0))
+            if isinstance(split, FlatSplit):
+                return split.with_padding(part)
+            return split.with_padding(part, variable.shape[split.axis])
+
+        assign_parts(variable, value_of)
     elif (held := held_by(variable)) is None or held.here:
         assign_whole(variable, arrays[name])
 
 
-def _part(variable: keras.Variable, split: Split, rank: int) -> Part:
+def _part(variable: keras.Variable, split: Split | FlatSplit, rank: int) -> Part:
     """The part of a divided variable on the device of a rank."""
     shape = shape_of(variable)
+    if isinstance(split, FlatSplit):
+        return Part(shape, None, (split.stretch(rank),))
     return Part(shape, split.axis, tuple(split.stretches(shape[split.axis], rank)))
 
 

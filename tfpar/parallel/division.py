@@ -132,6 +132,16 @@ class FlatSplit:
         """Returns the number of elements of the part of device `rank`, without padding."""
         return min(max(math.prod(self.shape) - rank * self.elements, 0), self.elements)
 
+    def stretch(self, rank: int) -> tuple[int, int]:
+        """Returns start and length of the part of device `rank` in the flattened value; of its last element if the part
+        is only padding."""
+        own = self.own_elements(rank)
+        return (rank * self.elements, own) if own else (math.prod(self.shape) - 1, 1)
+
+    def with_padding(self, part: np.ndarray) -> np.ndarray:
+        """Pads what is at `stretch` to the length of a part."""
+        return np.pad(part, (0, self.elements - part.size), mode="edge")
+
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
         """See `Split.part`."""
         flat = np.asarray(array).reshape(-1)

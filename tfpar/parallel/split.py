@@ -234,7 +234,7 @@ def ranks_here(variable: keras.Variable) -> range:
 def parts_here(variable: keras.Variable) -> list[np.ndarray]:
     """Returns copies of the parts of the devices `ranks_here`, without padding."""
     split, shape = split_of(variable), shape_of(variable)
-    assert isinstance(split, Split)
+    assert split is not None
     parts = zip(ranks_here(variable), _parts(variable), strict=True)
     return [split.without_padding(part.numpy(), rank, shape) for rank, part in parts]
 

@@ -62,8 +62,9 @@ class RunFiles:
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
-        # If workers share replicas, those of the first replica write the weights.
-        self._writes_weights = topology.is_chief or (topology.replica_workers > 1 and topology.data_worker == 0)
+        # Of workers with parts of the weights, as many write them as have all parts together, from the first on.
+        self._writers = topology.workers if topology.shards_weights else topology.replica_workers
+        self._writes_weights = topology.is_chief or (self._writers > 1 and 0 <= topology.worker < self._writers)
         keeps_more = topology.synchronous and (bool(program.exchange.state) or keeps_position)
         self._writes = self._writes_weights or keeps_more or program.rounds is not None
         self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
@@ -75,7 +76,7 @@ class RunFiles:
                 worker=topology.worker if topology.synchronous else 0,
                 workers=topology.workers if topology.synchronous else 1,
                 on_error=config.checkpoint.on_checkpoint_error,
-                needed=self._needed_files if topology.replica_workers > 1 else None,
+                needed=self._needed_files if self._writers > 1 else None,
             )
 
     @property
@@ -92,15 +93,15 @@ class RunFiles:
         if self._checkpointer is None:
             return
         program = self._program
-        arrays, parts = self._weights()  # collective calls of all workers, if weights are sharded
+        arrays, parts = self._weights()
         if not self._writes:
             return
         checkpoint = checkpoints.Checkpoint(
             step=state.step,
             arrays=arrays,
             parts=parts,
-            state_files=program.topology.replica_workers,
-            frozen=self._frozen_names(arrays) if program.topology.replica_workers == 1 else (),
+            state_files=self._writers,
+            frozen=self._frozen_names(arrays) if self._writers == 1 else (),
             exchange={
                 **program.exchange.export(),
                 **self._pipeline.export(),
@@ -187,14 +188,12 @@ class RunFiles:
 
     def _weights(self) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
         """Copies of the variables, or parts of them, that this worker writes, and which of them are parts."""
-        variables, topology = self._program.checkpoint_variables(), self._program.topology
-        if topology.shards_weights:
-            return run_state.snapshot(variables, kept=topology.is_chief), {}
         if not self._writes_weights:
             return {}, {}
-        if topology.replica_workers == 1:
+        variables = self._program.checkpoint_variables()
+        if self._writers == 1:
             return run_state.snapshot(variables), {}
-        return run_state.snapshot_here(variables, first=topology.is_chief)
+        return run_state.snapshot_here(variables, first=self._program.topology.is_chief)
 
     def _frozen_names(self, arrays: Mapping[str, np.ndarray]) -> set[str]:
         """Names of the arrays that training does not change: frozen weights."""
