@@ -17,6 +17,7 @@ from experiments.benchmarks.loops import FrameworkLoop
 from tfpar import inputs, models
 from tfpar.config import ExperimentConfig, InputConfig
 from tfpar.doctor import describe_machine
+from tfpar.parallel.split import whole_elements
 
 import keras
 import tensorflow as tf
@@ -84,7 +85,7 @@ class Worker:
         build_strategy = tensorflow_contender if contender == TENSORFLOW else functools.partial(_tfpar, contender)
         self._model, self._train, self._held_out = build_strategy(chosen, seed, jit_compile)
         first_loss = self._train(1)
-        return {"machine": describe_machine(), "parameters": self._model.count_params(), "first_loss": first_loss}
+        return {"machine": describe_machine(), "parameters": whole_elements(self._model.weights), "first_loss": first_loss}
 
     def _steps(self, steps: int) -> dict[str, Any]:
         began = time.perf_counter()

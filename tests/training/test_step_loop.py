@@ -25,11 +25,11 @@ class CountingStep:
         self.weights = tf.Variable([3.0, 4.0])
         self.traced = 0
 
-    def run_on_replicas(self, batch, step, lr_multiplier, loss_scale, is_last):
+    def run_on_replicas(self, batch, step, lr_multiplier, loss_scale, wants_norm):
         self.traced += 1
         done = self.weights.assign_add(tf.stack([batch, 0.0]))
         with tf.control_dependencies([done]):
-            norm = tf.where(is_last, tf.cast(step, tf.float32), 0.0)
+            norm = tf.where(wants_norm, tf.cast(step, tf.float32), 0.0)
             times = tuple(tf.zeros([4], tf.float64)[i] for i in range(4))
         return StepReport(
             tf.stack([norm, 0.0, 2.0, 2.0 * batch]),
@@ -87,6 +87,32 @@ class Turns(NamedTuple):
     seen: tf.TensorArray
 
 
+def test_norms_are_computed_only_where_they_are_wanted():
+    step, read = CountingStep(prefetches=True), []
+    step.counted_weights = lambda: [_noted(step.weights, read)]
+    iterator = iter(tf.data.Dataset.from_tensor_slices(np.arange(1.0, 100.0, dtype=np.float32)))
+    run = tf.function(lambda *arguments: run_steps(step, iterator, *arguments), autograph=False)
+    arguments = tf.constant(3), LossScale(tf.constant(1.0), tf.constant(0)), tf.constant(0.5)
+    without = run(tf.constant(10, tf.int64), *arguments, tf.constant(False))
+    assert [float(norm) for norm in without.norms] == [0.0, 0.0, 0.0]
+    np.testing.assert_array_equal(without.loss, [1, 2, 3])
+    assert len(read) == 1  # `while_in_two_parts` reads the types of the values
+    wanted = run(tf.constant(13, tf.int64), *arguments, tf.constant(True))
+    assert [float(norm) for norm in wanted.norms] == [15.0, np.hypot(3 + 21, 4, dtype=np.float32), 6.0]
+    assert len(read) == 1 + 3
+
+
+def _noted(variable, read):
+    """The value of a variable; each time that it is read at run time, an element is appended to `read`."""
+    value = variable.read_value()
+
+    def note(value):
+        read.append(value)
+        return value
+
+    return tf.ensure_shape(tf.py_function(note, [value], value.dtype), value.shape)
+
+
 @pytest.mark.parametrize("turns", [1, 2, 5])
 def test_the_snapshot_is_taken_before_the_last_turn(turns):
     variable = tf.Variable([0.0])
@@ -99,7 +125,7 @@ def test_the_snapshot_is_taken_before_the_last_turn(turns):
     @tf.function(autograph=False)
     def run(turns):
         start = Turns(tf.zeros([1]), tf.TensorArray(tf.bool, size=turns, element_shape=[]))
-        [snapshot], state = while_in_two_parts(turns, body, lambda: [variable.read_value()], start)
+        [snapshot], state = while_in_two_parts(turns, body, lambda: [variable.read_value()], start, tf.constant(True))
         return snapshot, state.seen.stack(), state.done
 
     snapshot, seen, done = run(tf.constant(turns))

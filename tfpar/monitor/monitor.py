@@ -47,6 +47,9 @@ class Monitor:
       metric_results: Gives metrics by name from the sums that `on_steps` takes.
       line: The values in the progress line; by default loss, first metric, speed and waiting for input.
       progress: The terminal; by default a `Progress` on standard output.
+
+    Attributes:
+      cadence: Steps between two points. There are others, some time after the last, if `timed_points`.
     """
 
     def __init__(
@@ -69,10 +72,10 @@ class Monitor:
         self._global_batch_size = config.input.global_batch_size
         self._utilisation = Utilisation(flops_per_example or 0.0, (peak_flops or 0.0) * replicas)
         self._timings = Timings()
-        self._log_every = config.monitor.log_every
         # Where the user sets the length of a call, it is not cut for points.
-        self._cuts_calls = not self._log_every and not config.train.steps_per_loop
-        self._cadence = self._log_every or max(_FEWEST_STEPS, total_steps // _POINTS)
+        self.timed_points = not config.monitor.log_every
+        self._cuts_calls = self.timed_points and not config.train.steps_per_loop
+        self.cadence = config.monitor.log_every or max(_FEWEST_STEPS, total_steps // _POINTS)
         profiles = config.monitor.profiles(worker)
         self._profile = ProfileWindow(config.monitor.profile_window(), worker=worker, profiles=profiles)
         self._histograms = WeightHistograms(config.monitor.histogram_every)
@@ -152,7 +155,7 @@ class Monitor:
         """
         end = max(self._total_steps, step + 1)
         if self._cuts_calls:
-            end = min(end, (step // self._cadence + 1) * self._cadence)
+            end = min(end, (step // self.cadence + 1) * self.cadence)
         return self._histograms.next_boundary(step, self._profile.next_boundary(step, end))
 
     def before_step(self, step: int, weights: Weights = dict) -> None:
@@ -204,8 +207,9 @@ class Monitor:
           last_step: Finished steps after the call.
           losses: [n] mean loss of each step.
           durations: [n, 6] seconds of each step, see `timings.COLUMNS`.
-          scalars: Values at the last step: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
-            `loss_scale`, `skipped_steps`, `skipped_examples`, those of the exchange; any other name is a metric.
+          scalars: Values at the last step: `learning_rate`, `loss_scale`, `skipped_steps`, `skipped_examples`, those of
+            the exchange, and `gradient_norm`, `parameter_norm`, `update_norm`, with which there is always a point; any
+            other name is a metric.
           examples: [n] examples of each step; by default the global batch size.
           metric_sums: States of the metrics, summed over the steps. A line shows their values over the last steps, a
             point those since the last point, as for the loss.
@@ -336,7 +340,7 @@ class Monitor:
     ) -> None:
         """Adds steps to the window, and closes it where a point is due."""
         first = last_step - len(losses)
-        ends = [end - first for end in self._point_steps(first, last_step)]
+        ends = [end - first for end in self._point_steps(first, last_step, "update_norm" in scalars)]
         if ends:
             scalars = {**scalars, **tags.by_element(self._metric_results(self._point_sums.take()))}
         at_last, begin = self._tagged(scalars), 0
@@ -353,13 +357,13 @@ class Monitor:
         if ends and at_last:
             self._scalars("train", last_step, at_last)
 
-    def _point_steps(self, first: int, last: int) -> list[int]:
+    def _point_steps(self, first: int, last: int, has_norms: bool) -> list[int]:
         """After which of the steps `first + 1` to `last` there is a point."""
-        cadence = self._cadence
+        cadence = self.cadence
         steps = list(range((first // cadence + 1) * cadence, last + 1, cadence))
-        if not self._log_every:
+        if self.timed_points:
             now = time.monotonic()
-            late = self._last_point is None or now - self._last_point >= _POINT_SECONDS
+            late = has_norms or self._last_point is None or now - self._last_point >= _POINT_SECONDS
             if (late or last >= self._total_steps) and last not in steps:
                 steps.append(last)
             self._last_point = now if steps else self._last_point

@@ -174,13 +174,13 @@ class ActingStep(TrainStep):
         return ()
 
     def _replica_step(
-        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor | None
     ) -> StepReport:
         """Acts if that is due, and trains on the batch of this step."""
         del batch
         made, gathered = self._made_batch(step)
         with tf.control_dependencies([gathered]):
-            return super()._replica_step(made, step, lr_multiplier, loss_scale, is_last)
+            return super()._replica_step(made, step, lr_multiplier, loss_scale, wants_norm)
 
     def _made_batch(self, step: tf.Tensor) -> tuple[Batch, tf.Tensor]:
         """Returns the batch of a step on this replica, and a tensor to wait for the end of gathering."""

@@ -45,9 +45,9 @@ class TrainStep:
     waits_for_host: bool = False  # whether a step waits for data from the host, so that it is not one XLA program
 
     def _replica_step(
-        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor | None
     ) -> StepReport:
-        """One step on one replica. The norm is computed if `is_last`, and always if that is None."""
+        """One step on one replica. The norm is computed if `wants_norm`, and always if that is None."""
         context = tf.distribute.get_replica_context()
         model = self.core.model
 
@@ -65,7 +65,7 @@ class TrainStep:
 
         # 3, 4, 5: one exchange, clipping, the optimizer's update.
         vector, norm, exchanged, done = self._reduce_and_apply(
-            gradients, vector, norm, state, assigned, step, lr_multiplier, is_last
+            gradients, vector, norm, state, assigned, step, lr_multiplier, wants_norm
         )
 
         # 6: the loss scale. (The schedule's learning rate is part of the update.)
@@ -86,17 +86,17 @@ class TrainStep:
         assigned: dict[int, tf.Tensor],
         step: tf.Tensor,
         lr_multiplier: tf.Tensor,
-        is_last: tf.Tensor | None,
+        wants_norm: tf.Tensor | None,
     ) -> Reduced:
         """Parts 3 to 5, from this replica's gradient sums, their norm, and its part of the sidecar."""
         # 3: one exchange, which also determines whether all replicas are finite.
         gradients, vector = self.exchange.reduce_sums(gradients, vector, should_apply)
         vector = self._reported(vector)
-        exchanged = self._replica_clock([vector, gradients[-1]])
+        exchanged = self._replica_clock([vector, *gradients])
 
         # 4: the reduced gradient's mean, clipped: one factor.
         if self.replicas > 1 or self.exchange.state:
-            norm = self._norm_if_needed(gradients, is_last)  # otherwise it is this replica's own norm
+            norm = self._norm_if_needed(gradients, wants_norm)  # otherwise it is this replica's own norm
         factor, norm = self._factor_and_norm(vector, norm)
 
         # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
@@ -178,12 +178,13 @@ class TrainStep:
         steps: tf.Tensor,
         loss_scale: LossScale,
         lr_multiplier: tf.Tensor,
+        wants_norms: tf.Tensor | bool = True,
     ) -> StepsResult:
         """Runs `steps` training steps, see `run_steps`."""
-        return run_steps(self, iterator, first_step, steps, loss_scale, lr_multiplier)
+        return run_steps(self, iterator, first_step, steps, loss_scale, lr_multiplier, wants_norms)
 
     def run_on_replicas(
-        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor
     ) -> StepReport:
         """One step on every replica of this process. It is done when the last replica is.
 
@@ -192,7 +193,7 @@ class TrainStep:
           step: Int64 scalar: number of the step.
           lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
           loss_scale: The loss scale of this step.
-          is_last: Bool scalar: whether norms are requested.
+          wants_norm: Bool scalar: whether norms are requested.
 
         Returns:
           The report of the first replica, with four times.
@@ -200,7 +201,7 @@ class TrainStep:
         if self.plan.single_xla_program:
             results = self.strategy.run(self._whole_step, args=(batch, step, lr_multiplier, loss_scale))
         else:
-            results = self.strategy.run(self._replica_step, args=(batch, step, lr_multiplier, loss_scale, is_last))
+            results = self.strategy.run(self._replica_step, args=(batch, step, lr_multiplier, loss_scale, wants_norm))
         local = [self._local(part) for part in tf.nest.flatten(results)]
         report: StepReport = tf.nest.pack_sequence_as(results, [part[0] for part in local])
         if self.plan.single_xla_program:  # an XLA program has no clock: its whole time counts as computing
@@ -319,11 +320,11 @@ class TrainStep:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
         return factor, norm
 
-    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
+    def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
         """The norm if clipping or the report of this step needs it; otherwise zero."""
-        if is_last is None or self._clip_norm:
+        if wants_norm is None or self._clip_norm:
             return self._norm(gradients)
-        return tf.cond(is_last, lambda: self._norm(gradients), lambda: tf.zeros([]))
+        return tf.cond(wants_norm, lambda: self._norm(gradients), lambda: tf.zeros([]))
 
     def _local_devices(self) -> tuple[str, ...]:
         devices: tuple[str, ...] = self.strategy.extended.worker_devices

@@ -22,7 +22,10 @@ import tensorflow as tf
 
 
 class Norms(NamedTuple):
-    """L2 norms over all trainable weights, float32 scalars; that of the gradient is taken before clipping."""
+    """L2 norms over all trainable weights, float32 scalars; that of the gradient is taken before clipping.
+
+    They have no meaning if the call was not asked for norms.
+    """
 
     gradient: tf.Tensor
     parameter: tf.Tensor
@@ -77,7 +80,7 @@ class Step(Protocol):
     plan: CompilationPlan
 
     def run_on_replicas(
-        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor
     ) -> StepReport:
         """One step on every replica, with four times; the last of them is when the last replica is done."""
 
@@ -127,6 +130,7 @@ def run_steps(
     steps: tf.Tensor,
     loss_scale: LossScale,
     lr_multiplier: tf.Tensor,
+    wants_norms: tf.Tensor | bool = True,
 ) -> StepsResult:
     """Runs `steps` training steps. To be called inside a `tf.function`.
 
@@ -137,8 +141,10 @@ def run_steps(
       steps: Int32 scalar: steps to run, at least 1.
       loss_scale: The loss scale to start with.
       lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
+      wants_norms: Bool scalar: whether to compute the norms at the last step. They take several passes over all
+        weights, and a copy of them.
     """
-    prefetches = step.plan.prefetches_in_loop
+    prefetches, wanted = step.plan.prefetches_in_loop, tf.convert_to_tensor(wants_norms)
     began = step.clock([])
 
     def body(index: tf.Tensor, state: _LoopState, is_last: tf.Tensor) -> _LoopState:
@@ -151,7 +157,7 @@ def run_steps(
             batch_ready = next_batch_ready = step.clock(step.local_tensors(batch))
         with tf.control_dependencies([state.done]):
             number = first_step + tf.cast(index, tf.int64)
-            report = step.run_on_replicas(batch, number, lr_multiplier, state.loss_scale, is_last)
+            report = step.run_on_replicas(batch, number, lr_multiplier, state.loss_scale, is_last & wanted)
         return _LoopState(
             next_batch,
             next_batch_ready,
@@ -170,22 +176,32 @@ def run_steps(
         tf.TensorArray(tf.float64, size=steps, element_shape=[5]),
         loss_scale,
     )
-    weights_before, state = while_in_two_parts(steps, body, step.counted_weights, start)
+    weights_before, state = while_in_two_parts(steps, body, step.counted_weights, start, wanted)
     last_step = first_step + tf.cast(steps - 1, tf.int64)
-    return _result(step, state, began, weights_before, step.learning_rate(last_step, lr_multiplier))
+    with tf.control_dependencies([state.done]):
+        nothing = tf.zeros([], tf.float64)
+        squares = tf.cond(wanted, lambda: _squares(step, weights_before), lambda: (nothing, nothing))
+    return _result(step, state, began, squares, step.learning_rate(last_step, lr_multiplier))
+
+
+def _squares(step: Step, weights_before: Tensors) -> tuple[tf.Tensor, tf.Tensor]:
+    """The squared norms of the weights that this process counts, and of their last change: float64 scalars."""
+    weights = step.counted_weights()  # outside XLA: inside, the old weights would have to be copied
+    changed = sum_of_squares(weights, weights_before)
+    with tf.control_dependencies([changed]):
+        return sum_of_squares(weights), changed
 
 
 def _result(
-    step: Step, state: _LoopState, began: tf.Tensor, weights_before: Tensors, learning_rate: tf.Tensor
+    step: Step,
+    state: _LoopState,
+    began: tf.Tensor,
+    squares: tuple[tf.Tensor, tf.Tensor],
+    learning_rate: tf.Tensor,
 ) -> StepsResult:
-    """The report of the steps, from the state after the last of them."""
-    with tf.control_dependencies([state.done]):
-        # Outside XLA: inside, the old weights would have to be copied.
-        weights = step.counted_weights()
-        changed = sum_of_squares(weights, weights_before)
-    with tf.control_dependencies([changed]):
-        squares = sum_of_squares(weights), changed
-        parameter_norm, update_norm = (tf.cast(tf.sqrt(step.sum_over_parts(each)), tf.float32) for each in squares)
+    """The report of the steps, from the state after the last of them and the result of `_squares`."""
+    # On all workers and in no branch: it may be a collective call.
+    parameter_norm, update_norm = (tf.cast(tf.sqrt(step.sum_over_parts(each)), tf.float32) for each in squares)
     table = state.sums.stack()
     gradient_norm, sums = table[:, 0], table[:, 1:]
     count = sums[:, sidecar.COUNT]
@@ -216,8 +232,9 @@ def while_in_two_parts(
     body: Callable[[tf.Tensor, Any, tf.Tensor], Any],
     snapshot: Callable[[], Tensors],
     start: Any,
+    wanted: tf.Tensor,
 ) -> tuple[Tensors, Any]:
-    """Runs `body` `turns` times and takes a snapshot before the last turn.
+    """Runs `body` `turns` times and takes a snapshot before the last turn, if one is wanted.
 
     Why not a plain loop of `turns - 1` followed by one more `body`: that would trace `body` twice, and the step of many
     replicas takes seconds to trace. Why not a plain loop with a branch on the last turn: the loop would carry the
@@ -248,7 +265,7 @@ def while_in_two_parts(
         # Control dependencies are the only order between reading a variable and the turns: after the first part, before
         # the second.
         with tf.control_dependencies([state.done]):
-            taken = tf.cond(is_last, lambda: taken, snapshot)
+            taken = tf.cond(is_last | ~wanted, lambda: taken, snapshot)
         with tf.control_dependencies(taken):
             state = state._replace(done=tf.identity(state.done))
         return part + 1, index, taken, state

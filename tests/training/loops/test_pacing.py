@@ -1,8 +1,8 @@
-"""How long calls from Python are."""
+"""How long calls from Python are, and which of them report norms."""
 
 from __future__ import annotations
 
-from tfpar.training.loops.pacing import StepsPerCall, next_multiple
+from tfpar.training.loops.pacing import NormPacing, StepsPerCall, next_multiple
 
 import pytest
 from hypothesis import given, settings
@@ -65,3 +65,38 @@ def test_next_multiple_is_the_first_one_after(step, every):
     found = next_multiple(step, every)
     assert found % every == 0
     assert step < found <= step + every
+
+
+def reporting_steps(total, steps, seconds, *, records=True, cadence=10, timed=True):
+    """The last steps of the calls that report norms, if every call has so many steps and takes so many seconds."""
+    clock = [100.0]
+    chief, other = (NormPacing(each, cadence, total, timed=timed, now=lambda: clock[0]) for each in (records, False))
+    found = []
+    for first in range(0, total, steps):
+        wanted = chief.wanted(first, steps)
+        assert other.wanted(first, steps) is wanted
+        clock[0] += seconds
+        answers = [pacing.own_answer(wanted, steps, seconds) for pacing in (chief, other)]
+        for pacing in (chief, other):
+            pacing.answered(answers)
+        if wanted:
+            found.append(first + steps)
+    return found
+
+
+def test_slow_steps_report_norms_every_ten_seconds_and_where_a_point_is_due():
+    assert reporting_steps(24, 1, 2.4) == [1, 6, 10, 15, 20, 24]
+    assert reporting_steps(6, 1, 30.0) == [1, 2, 3, 4, 5, 6]
+
+
+def test_calls_of_several_steps_report_norms_every_two_seconds():
+    assert reporting_steps(1000, 25, 0.5, cadence=10**6) == [25, *range(125, 1000, 100), 1000]
+
+
+def test_points_at_fixed_steps_alone_decide_if_the_user_sets_them():
+    assert reporting_steps(100, 1, 60.0, cadence=30, timed=False) == [1, 30, 60, 90, 100]
+    assert reporting_steps(100, 20, 0.1, cadence=30, timed=False) == [20, 40, 60, 100]
+
+
+def test_norms_that_nobody_records_are_computed_only_once():
+    assert reporting_steps(100, 1, 60.0, records=False) == [1]

@@ -161,7 +161,7 @@ class FederatedStep(TrainStep):
         self._clients = compiled(self._client_round.run, self.plan.compiles_gradients)
 
     def _replica_step(
-        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor | None
     ) -> StepReport:
         """Runs one round on one replica."""
         share, model = batch, self.core.model
@@ -174,7 +174,7 @@ class FederatedStep(TrainStep):
         vector = Sidecar.flag(self._packed(sums), norm * float(self.replicas))
         computed = self._replica_clock([vector])
         vector, norm, exchanged, done = self._reduce_and_apply(
-            sums.movement, vector, norm, state, {}, step, lr_multiplier, is_last
+            sums.movement, vector, norm, state, {}, step, lr_multiplier, wants_norm
         )
         with tf.control_dependencies([done]):
             stored = self._memory.store(share, kept, number, self.replicas) if self._memory.variables else []

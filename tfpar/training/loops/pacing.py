@@ -1,6 +1,9 @@
-"""Chooses the number of steps per call from Python."""
+"""Chooses the number of steps per call from Python, and the calls that report norms."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
 
 # Long enough to make the call's own cost (some 200 us) negligible, short enough for frequent progress lines.
 TARGET_SECONDS = 0.5
@@ -36,6 +39,52 @@ class StepsPerCall:
             self._step_seconds = self._target_seconds / 5  # five steps next, to measure without compilation
         else:
             self._step_seconds = max(seconds / steps, 1e-6)
+
+
+# Seconds between two reports of norms: after a call of several steps, of which they take little, and after a single
+# step, of which they may take a tenth.
+_SEVERAL, _SINGLE = 2.0, 10.0
+_NEVER, _AT_POINTS, _NOW = 0.0, 1.0, 2.0
+
+
+class NormPacing:
+    """Chooses the calls that report norms over all weights, which read the whole model several times.
+
+    These are the first and the last call, those in which a point of the charts is due by its number, and others if the
+    last report is some time ago. All workers must choose the same calls, so the chief's clock decides: with the report
+    of a call, it sends its answer for the next one.
+
+    Args:
+      records: Whether this worker writes the norms.
+      cadence: Steps between two points.
+      total: Steps of the run.
+      timed: Whether there are points at other steps, after some time.
+      now: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, records: bool, cadence: int, total: int, *, timed: bool, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._records, self._cadence, self._total, self._timed, self._now = records, cadence, total, timed, now
+        self._answer, self._reported = _NOW, now()
+
+    def wanted(self, step: int, steps: int) -> bool:
+        """Whether the call of so many steps after `step` reports norms."""
+        end = step + steps
+        at_point = end // self._cadence > step // self._cadence or end >= self._total
+        return self._answer == _NOW or (self._answer == _AT_POINTS and at_point)
+
+    def own_answer(self, wanted: bool, steps: int, seconds: float) -> float:
+        """This worker's answer for the next call, after a call of so many steps and seconds that reported norms, or did
+        not."""
+        now = self._now()
+        self._reported = now if wanted else self._reported
+        due = self._timed and now + seconds - self._reported >= (_SEVERAL if steps > 1 else _SINGLE)
+        return _NEVER if not self._records else _NOW if due else _AT_POINTS
+
+    def answered(self, answers: Sequence[float]) -> None:
+        """Takes the answers of all workers; only the chief's is not `_NEVER`."""
+        self._answer = max(answers)
 
 
 def next_multiple(step: int, every: int) -> int:

@@ -20,7 +20,7 @@ from tfpar.process.activity import activity
 from tfpar.training.evaluation import AnyEvaluator, BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
-from tfpar.training.loops.pacing import TARGET_SECONDS, StepsPerCall
+from tfpar.training.loops.pacing import TARGET_SECONDS, NormPacing, StepsPerCall
 from tfpar.training.loops.rounds import CALL_SECONDS, LoopRounds
 from tfpar.training.loops.state import LoopState
 from tfpar.training.loops.timed_rounds import OwnSteps, run_for
@@ -51,6 +51,8 @@ class SynchronousLoop:
         per_call = context.program.config.train.steps_per_loop
         seconds = CALL_SECONDS if rounds and rounds.workers > 1 else TARGET_SECONDS
         self._steps_per_call = StepsPerCall(per_call, seconds)
+        monitor = context.monitor
+        self._norms = NormPacing(monitor.records, monitor.cadence, context.info.total, timed=monitor.timed_points)
         self._iterator: Any = None
         self._rows: HookRows | None = None
         self.compiles_next = True
@@ -108,14 +110,17 @@ class SynchronousLoop:
         context, monitor = self._context, self._context.monitor
         monitor.before_step(state.step, self._weights)
         began, first = time.perf_counter(), state.step
-        own = self._take_steps(state, steps)
+        wants_norms = self._norms.wanted(first, steps)
+        own = self._take_steps(state, steps, wants_norms)
         durations, result = own.durations, own.last
         own_seconds = timings.own_seconds(durations)
         if not durations.any():  # no clock inside the step: all its time counts as computing
             durations[:, [1, 4]] = (time.perf_counter() - began) / len(durations)
         # All workers must make calls of the same length: TensorFlow 2.21 distinguishes collectives inside a loop by the
         # iteration, and a worker in another iteration would wait forever.
-        report = np.array([time.perf_counter() - began, float(context.preemption.received), own_seconds])
+        seconds = time.perf_counter() - began
+        norms_next = self._norms.own_answer(wants_norms, steps, seconds)
+        report = np.array([seconds, float(context.preemption.received), own_seconds, norms_next])
         agreement = context.agreement.during(f"step {first + 1}")
         if self._rounds and self._rounds.seconds:
             done, reports = self._rounds.join_timed(own, state.step, report, agreement)
@@ -125,9 +130,10 @@ class SynchronousLoop:
             done, reports = self._rounds.join(own.done, own.divisors, report, agreement)
         else:
             done, reports = own.done, np.stack(agreement.gather_arrays(report))
-        seconds, asked, worker_seconds = reports.T
+        seconds_of, asked, worker_seconds, answers = reports.T
+        self._norms.answered(answers)
         context.skipped_examples.note(first, done.counts)
-        self._steps_per_call.measured(steps, float(seconds.mean()))
+        self._steps_per_call.measured(steps, float(seconds_of.mean()))
         state = state.advanced(
             done, skipped=int(np.sum(~done.applied)), steps_per_epoch=context.steps_per_epoch
         ).replace(loss_scale=result.loss_scale, preempted=bool(asked.any()))
@@ -137,7 +143,7 @@ class SynchronousLoop:
             state.step,
             done.losses,
             durations,
-            self._scalars(result, state),
+            self._scalars(result, state, wants_norms),
             examples=done.counts,
             metric_sums=done.metric_sums,
             worker_seconds=worker_seconds.tolist(),
@@ -149,7 +155,7 @@ class SynchronousLoop:
             self._rows.record(done)
         return state
 
-    def _take_steps(self, state: LoopState, steps: int) -> OwnSteps:
+    def _take_steps(self, state: LoopState, steps: int, wants_norms: bool) -> OwnSteps:
         """Takes this number of steps on this worker; with `--round_seconds`, at most this number."""
         context = self._context
         pipeline, worker = context.info.pipeline, context.program.topology.data_worker
@@ -161,8 +167,9 @@ class SynchronousLoop:
                 bad_examples.named(context.info.train, lambda: pipeline.indices(start + done, steps, worker)),
                 context.monitor.marked_step(state.step + done),
             ):
-                first, number = tf.constant(state.step + done, tf.int64), tf.constant(steps)
-                result = self._step.run(self._iterator, first, number, scale, tf.constant(multiplier, tf.float32))
+                arguments = tf.constant(state.step + done, tf.int64), tf.constant(steps), scale
+                factor, norms = tf.constant(multiplier, tf.float32), tf.constant(wants_norms)
+                result = self._step.run(self._iterator, *arguments, factor, norms)
                 return result, result.durations.numpy()
 
         if not (self._rounds and self._rounds.seconds):
@@ -184,17 +191,16 @@ class SynchronousLoop:
         values = program.first_copies(variables)
         return {variable.path: value.numpy() for variable, value in zip(variables, values, strict=True)}
 
-    def _scalars(self, result: StepsResult, state: LoopState) -> dict[str, float]:
+    def _scalars(self, result: StepsResult, state: LoopState, has_norms: bool) -> dict[str, float]:
         """The values that the monitor records for the last step."""
         scalars = {
             "learning_rate": float(result.learning_rate),
-            "gradient_norm": float(result.norms.gradient),
-            "parameter_norm": float(result.norms.parameter),
-            "update_norm": float(result.norms.update),
             "loss_scale": float(result.loss_scale.scale),
             "skipped_steps": float(state.skipped),
             "skipped_examples": float(self._context.skipped_examples.count),
         }
+        if has_norms:
+            scalars |= {f"{name}_norm": float(norm) for name, norm in result.norms._asdict().items()}
         scalars |= self._context.program.own.recorded(state.step)
         if self._rounds:
             scalars |= self._rounds.scalars()

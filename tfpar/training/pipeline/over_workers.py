@@ -203,8 +203,8 @@ class OverWorkersStep(PipelineStep):
                 squares.append(squared_norm(own))
         return tf.cast(tf.sqrt(self._sum(tf.add_n(squares))), tf.float32)
 
-    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
-        del is_last  # a collective in one branch would need one in the other
+    def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
+        del wants_norm  # a collective in one branch would need one in the other
         return self._norm_by_place(gradients)
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:

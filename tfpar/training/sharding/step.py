@@ -48,7 +48,7 @@ class ShardedStep(TrainStep):
         assigned: dict[int, tf.Tensor],
         step: tf.Tensor,
         lr_multiplier: tf.Tensor,
-        is_last: tf.Tensor | None,
+        wants_norm: tf.Tensor | None,
     ) -> Reduced:
         del norm, assigned  # the norm is that of the sums; a model that assigns weights is refused
         weights = replica.read(self.core.model.trainable_variables)
@@ -59,10 +59,10 @@ class ShardedStep(TrainStep):
             should_apply=should_apply,
             update=self._update_share,
             norm=self._norm,
-            wants_norm=None if self._clip_norm else is_last,
+            wants_norm=None if self._clip_norm else wants_norm,
             arguments=[step, lr_multiplier],
         )
-        exchanged = self._replica_clock([vector, weights[-1]])
+        exchanged = self._replica_clock([vector, *weights])
         done = tf.cond(
             should_apply(vector),
             lambda: self._store(weights, self.sidecar.state(vector, state)),

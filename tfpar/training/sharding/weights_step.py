@@ -66,8 +66,8 @@ class GatheringStep(TrainStep):
         with self._axis.on_own_device() as place:
             return place.sum(self._denominators(params, state, batch))
 
-    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
-        del is_last  # a branch would cost more than the sum of a scalar
+    def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
+        del wants_norm  # a branch would cost more than the sum of a scalar
         whole = [gradients[index] for index in self._whole]
         parts = [gradient for index, gradient in enumerate(gradients) if index not in set(self._whole)]
         with self._axis.on_own_device() as place:

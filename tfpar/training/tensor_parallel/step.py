@@ -145,6 +145,6 @@ class DividedStep(TrainStep):
         del variable
         return True
 
-    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
-        del is_last  # a branch would cost more than the sum of a scalar
+    def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
+        del wants_norm  # a branch would cost more than the sum of a scalar
         return self._whole_norm(gradients)
