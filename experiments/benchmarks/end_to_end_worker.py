@@ -85,7 +85,8 @@ class Worker:
         build_strategy = tensorflow_contender if contender == TENSORFLOW else functools.partial(_tfpar, contender)
         self._model, self._train, self._held_out = build_strategy(chosen, seed, jit_compile)
         first_loss = self._train(1)
-        return {"machine": describe_machine(), "parameters": whole_elements(self._model.weights), "first_loss": first_loss}
+        parameters = whole_elements(self._model.weights)
+        return {"machine": describe_machine(), "parameters": parameters, "first_loss": first_loss}
 
     def _steps(self, steps: int) -> dict[str, Any]:
         began = time.perf_counter()

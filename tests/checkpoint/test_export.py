@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 
@@ -98,9 +102,11 @@ def test_all_blocks_are_read_if_the_disk_is_full(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_becomes_the_file_that_keras_would_write(tmp_path):
+def test_a_folder_becomes_the_file_that_keras_would_write(tmp_path, monkeypatch):
     """With what a layer keeps besides weights, and without the weights in Python's memory."""
-    words = keras.layers.StringLookup(vocabulary=["north", "south"], output_mode="one_hot")
+    monkeypatch.chdir(tmp_path)
+    words = keras.layers.StringLookup(output_mode="one_hot")
+    words.adapt(["north", "south"])
     inside = keras.Sequential([keras.Input((3,)), *(keras.layers.Dense(512) for _ in range(8))])
     text = keras.Input((1,), dtype="string")
     model = keras.Model(text, inside(words(text)))
@@ -110,13 +116,32 @@ def test_a_folder_becomes_the_file_that_keras_would_write(tmp_path):
     peaks = {}
     for name, write in (("keras", keras.Model.save), ("folder", export._write_in_folder)):
         tracemalloc.start()
-        write(model, tmp_path / f"{name}.keras")
+        write(model, pathlib.Path(f"{name}.keras"))  # a relative path, as --workdir often is
         peaks[name] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peaks["folder"] < 0.5 * size < peaks["keras"]
     assert {path.name for path in tmp_path.iterdir()} == {"keras.keras", "folder.keras"}
     names = [sorted(zipfile.ZipFile(path).namelist()) for path in sorted(tmp_path.iterdir())]
     assert names[0] == names[1]
-    loaded = keras.saving.load_model(tmp_path / "folder.keras")
+    assert any(name.endswith("vocabulary.txt") for name in names[0])
+    loaded = keras.saving.load_model("folder.keras")
     rows = tf.constant([["south"], ["west"]])
     np.testing.assert_array_equal(loaded(rows), model(rows))
+
+
+def test_a_full_disk_is_named_in_one_line(tmp_path):
+    """In a process whose files may not be longer than 100 kB. Nothing is left behind."""
+    code = """
+import pathlib, resource, sys
+import keras
+from tfpar.checkpoint import export
+model = keras.Sequential([keras.Input((200,)), keras.layers.Dense(400)])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    export._write_in_folder(model, pathlib.Path(sys.argv[1]))
+except OSError as error:
+    print("found:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model.keras"], capture_output=True, text=True)
+    assert re.search(r"^found: \[Errno 27\] File too large$", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())

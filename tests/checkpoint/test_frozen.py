@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import os
 
+from tfpar.checkpoint.arrays import Part
 from tfpar.checkpoint.checkpointer import Checkpointer
 from tfpar.checkpoint.format import FROZEN, Checkpoint, read
 
@@ -56,6 +59,28 @@ def test_checkpoints_have_one_file_between_them(tmp_path):
     assert frozen_file(again, 5).st_ino == files[0].st_ino
     assert frozen_file(again, 5).st_nlink == 1
     assert values(again, 5) == (1.0, 5.0)
+
+
+def test_several_workers_have_one_file_between_them(tmp_path):
+    """Which the first of them writes; each writes its part of the other weights."""
+    halves = [Part((6,), 0, ((0, 3),)), Part((6,), 0, ((3, 3),))]
+
+    def write(worker: int) -> None:
+        checkpointer = Checkpointer(tmp_path, worker=worker, workers=2)
+        for step in (1, 2):
+            arrays = checkpoint(step).arrays if worker == 0 else {"model/head": np.full([3], -step, np.float32)}
+            own = {"arrays": arrays, "parts": {"model/head": halves[worker]}, "state_files": 2}
+            frozen = {"model/base", "model/flag"} if worker == 0 else ()
+            checkpointer.save(dataclasses.replace(checkpoint(step), frozen=frozen, **own))
+        checkpointer.close()
+        assert not checkpointer.failures
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, range(2)))
+    reader = Checkpointer(tmp_path, worker=1, workers=2)
+    assert frozen_file(reader, 1).st_ino == frozen_file(reader, 2).st_ino
+    assert values(reader, 2) == (1.0, 2.0)
+    np.testing.assert_array_equal(reader.read(2).arrays["model/head"], [2, 2, 2, -2, -2, -2])
 
 
 def test_weights_that_have_changed_are_written_anew(tmp_path):

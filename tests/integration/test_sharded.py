@@ -188,13 +188,16 @@ def test_resumed_with_a_codec(tmp_path):
 
 @pytest.mark.cluster
 def test_sharded_weights_are_resumed_and_exported(tmp_path):
-    """Each worker writes its own parts of weights and optimizer state."""
-    weights_once = resumed(tmp_path, {"shard": "weights", "steps": 12})
+    """Each worker writes its own parts of weights and optimizer state; frozen weights are one file for both."""
+    weights_once = resumed(tmp_path, {"shard": "weights", "steps": 12, "trainable": "second|last"})
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
     first, second = (path.stat().st_size for path in sorted(newest.glob("state-*-of-00002.safetensors")))
     large = 3 * 4 * 72 * 97  # with two moments
     assert large / 2 < second < large / 2 + 2000 < first  # the first also has what both have
     assert first < large / 2 + 24_000
+    saved = list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(saved) >= 2
+    assert len({(path / "state-frozen.safetensors").stat().st_ino for path in saved}) == 1
     exported = keras.saving.load_model(tmp_path / "run" / "model.keras", compile=False)
     trained = {name.removeprefix("sequential/"): value for name, value in weights_once[0].items()}
     assert_close(trained, {variable.path: variable.numpy() for variable in exported.variables}, rtol=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 
 from tests.training.harness import Steps, linear_model
 from tfpar.precision import LossScale
@@ -59,6 +60,24 @@ def test_norms_are_those_of_the_update():
     assert result.norms.parameter.numpy() == pytest.approx(np.linalg.norm(after), rel=1e-5)
     assert result.norms.update.numpy() == pytest.approx(np.linalg.norm(after - before), rel=1e-4)
     assert result.norms.gradient.numpy() == pytest.approx(2 * result.norms.update.numpy(), rel=1e-4)
+
+
+def test_the_exchange_lasts_until_all_gradients_have_arrived():
+    model = functools.partial(keras.Sequential, [keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    steps = Steps(1, model, jit_compile=False)
+    reduce = steps.step.exchange.reduce_sums
+
+    def late(value):
+        time.sleep(0.2)
+        return value
+
+    def reduce_sums(*arguments):
+        [first, *others], sidecar = reduce(*arguments)
+        return [tf.ensure_shape(tf.py_function(late, [first], first.dtype), first.shape), *others], sidecar
+
+    steps.step.exchange.reduce_sums = reduce_sums
+    [[_, _, exchange, *_]] = steps.run(random_steps(1)).durations.numpy()
+    assert exchange >= 0.2
 
 
 def test_durations_add_up():

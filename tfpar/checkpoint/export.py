@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import zipfile
@@ -49,12 +51,14 @@ def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], pat
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent) if divided else contextlib.nullcontext() as file:
+        with contextlib.ExitStack() as values:
+            file = values.enter_context(tempfile.TemporaryFile(dir=path.parent)) if divided else None
             for (variable, own), parts in zip(divided, blocks, strict=True):
                 reads[id(variable)] = _stored(file, own, parts)
-            # A layer may create variables when it is saved, which a scope would refuse.
-            values = _Values(reads) if reads else contextlib.nullcontext()
-            _save(model, values, path, write=_write_in_folder if divided else keras.Model.save)
+            if reads:  # a layer may create variables when it is saved, which a scope would refuse
+                values.enter_context(_Values(reads))
+            write = functools.partial(_write_in_folder, saved=values.close)
+            _save(model, path, write if divided else keras.Model.save)
     except OSError:
         _drain(blocks)  # the other workers send what is left all the same
         raise
@@ -97,12 +101,7 @@ class _Values(keras.StatelessScope):
         return super().get_current_value(variable) if read is None else tf.convert_to_tensor(read())
 
 
-def _save(
-    model: keras.Model,
-    values: contextlib.AbstractContextManager[Any],
-    path: pathlib.Path,
-    write: Callable[[keras.Model, pathlib.Path], None],
-) -> None:
+def _save(model: keras.Model, path: pathlib.Path, write: Callable[[keras.Model, pathlib.Path], None]) -> None:
     """Saves a model as a `.keras` file with `write`, whole or not at all."""
     if parts := unloadable_parts(model):
         _log.warning(
@@ -113,8 +112,7 @@ def _save(
         )
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
-        with values:
-            write(model, temporary)
+        write(model, temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -122,19 +120,35 @@ def _save(
         raise
 
 
-def _write_in_folder(model: keras.Model, path: pathlib.Path) -> None:
+def _write_in_folder(model: keras.Model, path: pathlib.Path, saved: Callable[[], object] = lambda: None) -> None:
     """Writes a `.keras` file from a folder beside it.
 
-    Keras 3.15 writes all weights of a zipped file to memory first, unless little is free, which it compares with the
-    size of the parts of divided weights.
+    A zipped file would not do: Keras 3.15 first writes its weights to memory if the parts of divided weights, which are
+    small, seem to fit.
+
+    Args:
+      model: The model.
+      path: The file.
+      saved: Called once all weights are in the folder.
+
+    Raises:
+      OSError: The file could not be written. Its message is that of the system.
     """
-    folder = path.with_name(f"{path.stem}.folder")
+    # In a relative path, Keras 3.15 loses what layers keep besides weights (`DiskIOStore`).
+    folder = path.with_name(f"{path.stem}.folder").absolute()
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     try:
         model.save(folder, zipped=False)
+        saved()
         with zipfile.ZipFile(path, "w") as file:
             for part in sorted(part for part in folder.rglob("*") if part.is_file()):
                 file.write(part, part.relative_to(folder))
-                part.unlink()
+    except Exception as error:
+        # The messages of h5py have several lines, which name the folder.
+        number = re.search(r"errno = (\d+)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
+        if code is None:
+            raise
+        raise OSError(code, os.strerror(code)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

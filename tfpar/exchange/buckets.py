@@ -159,6 +159,25 @@ def split(vector: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def given_away(tensors: list[tf.Tensor], kept: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Tensors for an exchange, whose sums take their memory unless the tensors are kept.
+
+    Args:
+      tensors: Tensors of any shapes, which nothing else reads later.
+      kept: Bool scalar: whether they are needed once more after the exchange.
+
+    Returns:
+      The tensors for the exchange, and the same as vectors, which have no elements if they are not kept.
+    """
+    vectors = tf.cond(
+        kept,
+        lambda: [tf.reshape(tensor, [-1]) for tensor in tensors],
+        lambda: [tf.zeros([0], tensor.dtype) for tensor in tensors],
+    )
+    with tf.control_dependencies(vectors):  # by then, nothing else holds a tensor that is not kept
+        return [tf.identity(tensor) for tensor in tensors], vectors
+
+
 def rounding_seed(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tensor | None:
     """Seed and step of stochastic rounding, int64 [2]; None for rounding to nearest.
 

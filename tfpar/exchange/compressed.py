@@ -312,17 +312,8 @@ class CompressedReducer(Reducer):
         return buckets.split(self._group.all_reduce(vector, instance), shapes)
 
     def _given_away(self, tensors: list[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The tensors for an exchange, whose sums take their memory if nothing else will read them; and the same as
-        vectors for `_observe`, which are empty but for the steps that are compared."""
-        if not self._sample_every:
-            return tensors, []
-        kept = tf.cond(
-            self._is_compared(step),
-            lambda: [tf.reshape(tensor, [-1]) for tensor in tensors],
-            lambda: [tf.zeros([0], tensor.dtype) for tensor in tensors],
-        )
-        with tf.control_dependencies(kept):
-            return [tf.identity(tensor) for tensor in tensors], kept
+        """The tensors for an exchange, and what `_observe` compares with their sums; see `buckets.given_away`."""
+        return buckets.given_away(tensors, self._is_compared(step)) if self._sample_every else (tensors, [])
 
     def _is_compared(self, step: tf.Tensor) -> tf.Tensor:
         """Whether the sums of a step are compared with the dense ones: early in a run, but not in its first step."""

@@ -208,8 +208,8 @@ class Monitor:
           losses: [n] mean loss of each step.
           durations: [n, 6] seconds of each step, see `timings.COLUMNS`.
           scalars: Values at the last step: `learning_rate`, `loss_scale`, `skipped_steps`, `skipped_examples`, those of
-            the exchange, and `gradient_norm`, `parameter_norm`, `update_norm`, with which there is always a point; any
-            other name is a metric.
+            the exchange, and `gradient_norm`, `parameter_norm`, `update_norm`, with which there is a point if there
+            are `timed_points`; any other name is a metric.
           examples: [n] examples of each step; by default the global batch size.
           metric_sums: States of the metrics, summed over the steps. A line shows their values over the last steps, a
             point those since the last point, as for the loss.

@@ -108,7 +108,7 @@ class Split:
 class FlatSplit:
     """The division of a variable, flattened to a vector, into parts of equal length; padding repeats its last element.
 
-    It has the methods of `Split`.
+    It has the methods of `Split`, but `stretch` in place of `stretches`, and another `with_padding`.
 
     Attributes:
       shape: Shape of the whole value.

@@ -70,7 +70,8 @@ def test_next_multiple_is_the_first_one_after(step, every):
 def reporting_steps(total, steps, seconds, *, records=True, cadence=10, timed=True):
     """The last steps of the calls that report norms, if every call has so many steps and takes so many seconds."""
     clock = [100.0]
-    chief, other = (NormPacing(each, cadence, total, timed=timed, now=lambda: clock[0]) for each in (records, False))
+    chief = NormPacing(records, cadence, total, timed=timed, now=lambda: clock[0])
+    other = NormPacing(False, cadence, total, timed=timed, now=lambda: -3.0 * clock[0])  # another clock
     found = []
     for first in range(0, total, steps):
         wanted = chief.wanted(first, steps)
@@ -94,8 +95,8 @@ def test_calls_of_several_steps_report_norms_every_two_seconds():
 
 
 def test_points_at_fixed_steps_alone_decide_if_the_user_sets_them():
-    assert reporting_steps(100, 1, 60.0, cadence=30, timed=False) == [1, 30, 60, 90, 100]
-    assert reporting_steps(100, 20, 0.1, cadence=30, timed=False) == [20, 40, 60, 100]
+    assert reporting_steps(100, 1, 60.0, cadence=30, timed=False) == [30, 60, 90, 100]
+    assert reporting_steps(100, 20, 0.1, cadence=30, timed=False) == [40, 60, 100]
 
 
 def test_norms_that_nobody_records_are_computed_only_once():

@@ -50,9 +50,9 @@ _NEVER, _AT_POINTS, _NOW = 0.0, 1.0, 2.0
 class NormPacing:
     """Chooses the calls that report norms over all weights, which read the whole model several times.
 
-    These are the first and the last call, those in which a point of the charts is due by its number, and others if the
-    last report is some time ago. All workers must choose the same calls, so the chief's clock decides: with the report
-    of a call, it sends its answer for the next one.
+    These are the last call, those in which a point of the charts is due by its number and, if there are other points,
+    the first call and those some time after the last report. All workers must choose the same calls, so the chief's
+    clock decides: with the report of a call, it sends its answer for the next one.
 
     Args:
       records: Whether this worker writes the norms.
@@ -66,7 +66,7 @@ class NormPacing:
         self, records: bool, cadence: int, total: int, *, timed: bool, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._records, self._cadence, self._total, self._timed, self._now = records, cadence, total, timed, now
-        self._answer, self._reported = _NOW, now()
+        self._answer, self._reported = _NOW if timed else _AT_POINTS, now()
 
     def wanted(self, step: int, steps: int) -> bool:
         """Whether the call of so many steps after `step` reports norms."""
@@ -75,8 +75,13 @@ class NormPacing:
         return self._answer == _NOW or (self._answer == _AT_POINTS and at_point)
 
     def own_answer(self, wanted: bool, steps: int, seconds: float) -> float:
-        """This worker's answer for the next call, after a call of so many steps and seconds that reported norms, or did
-        not."""
+        """This worker's answer for the next call.
+
+        Args:
+          wanted: Whether the last call reported norms.
+          steps: Its steps.
+          seconds: Its duration.
+        """
         now = self._now()
         self._reported = now if wanted else self._reported
         due = self._timed and now + seconds - self._reported >= (_SEVERAL if steps > 1 else _SINGLE)

@@ -62,7 +62,7 @@ class RunFiles:
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
-        # Of workers with parts of the weights, as many write them as have all parts together, from the first on.
+        # The number of workers that have all weights between them: the first ones write them, each its parts.
         self._writers = topology.workers if topology.shards_weights else topology.replica_workers
         self._writes_weights = topology.is_chief or (self._writers > 1 and 0 <= topology.worker < self._writers)
         keeps_more = topology.synchronous and (bool(program.exchange.state) or keeps_position)
@@ -101,7 +101,7 @@ class RunFiles:
             arrays=arrays,
             parts=parts,
             state_files=self._writers,
-            frozen=self._frozen_names(arrays) if self._writers == 1 else (),
+            frozen=self._frozen_names(arrays) - parts.keys() if program.topology.is_chief else (),
             exchange={
                 **program.exchange.export(),
                 **self._pipeline.export(),

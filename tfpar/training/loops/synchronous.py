@@ -53,6 +53,7 @@ class SynchronousLoop:
         self._steps_per_call = StepsPerCall(per_call, seconds)
         monitor = context.monitor
         self._norms = NormPacing(monitor.records, monitor.cadence, context.info.total, timed=monitor.timed_points)
+        self._last_steps = 1
         self._iterator: Any = None
         self._rows: HookRows | None = None
         self.compiles_next = True
@@ -110,7 +111,8 @@ class SynchronousLoop:
         context, monitor = self._context, self._context.monitor
         monitor.before_step(state.step, self._weights)
         began, first = time.perf_counter(), state.step
-        wants_norms = self._norms.wanted(first, steps)
+        # With --round_seconds, `steps` is only a limit. A round has about as many as the last one.
+        wants_norms = self._norms.wanted(first, self._last_steps if self._rounds and self._rounds.seconds else steps)
         own = self._take_steps(state, steps, wants_norms)
         durations, result = own.durations, own.last
         own_seconds = timings.own_seconds(durations)
@@ -132,6 +134,7 @@ class SynchronousLoop:
             done, reports = own.done, np.stack(agreement.gather_arrays(report))
         seconds_of, asked, worker_seconds, answers = reports.T
         self._norms.answered(answers)
+        self._last_steps = steps
         context.skipped_examples.note(first, done.counts)
         self._steps_per_call.measured(steps, float(seconds_of.mean()))
         state = state.advanced(
