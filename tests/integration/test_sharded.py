@@ -186,6 +186,21 @@ def test_resumed_with_a_codec(tmp_path):
     assert 0.0 < max(differences) < 0.05
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_rows_and_columns_of_adafactor(shard, tmp_path):
+    """Whose names Keras repeats: trained as on one device, and resumed by as many replicas and by more."""
+    options = {"shard": shard, "optimizer": "adafactor", "steps": 9}
+    once = weights_of(here("mirrored", 2, **options))
+    assert_close(once, on_one_device(optimizer="adafactor", steps=9))
+    folder = {"workdir": str(tmp_path / "run")}
+    here("mirrored", 2, stop_after=4, **options, **folder)
+    shutil.copytree(tmp_path / "run", tmp_path / "three")
+    resumed = weights_of(here("mirrored", 2, **options, **folder))
+    assert_close(weights_of(here("mirrored", 3, **options, workdir=str(tmp_path / "three"))), once)
+    for name, value in once.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
 @pytest.mark.cluster
 def test_sharded_weights_are_resumed_and_exported(tmp_path):
     """Each worker writes its own parts of weights and optimizer state; frozen weights are one file for both."""

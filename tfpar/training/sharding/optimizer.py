@@ -11,6 +11,7 @@ first element of the piece, and the name that this state has without shards. Any
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import re
@@ -71,22 +72,52 @@ class ReplicaShare:
             if self.variables or whole:
                 optimizer.build([*self.variables, *whole])
         self.optimizer = optimizer
+        self._whole = len(whole)
 
     def common_variables(self) -> dict[str, keras.Variable]:
-        """Variables of the optimizer that belong to no piece, by name without the optimizer's prefix."""
-        named = {variable.path.partition("/")[2]: variable for variable in self.optimizer.variables}
-        return {name: variable for name, variable in named.items() if not _MARK.search(name)}
+        """Variables of the optimizer that belong to no piece, in order, by name without the optimizer's prefix. A
+        repeated name gets its position appended."""
+        result: dict[str, keras.Variable] = {}
+        for position, variable in enumerate(self.optimizer.variables):
+            if self._slot(variable) is None:
+                name = variable.path.partition("/")[2] or variable.path
+                result[name if name not in result else f"{name}#{position}"] = variable
+        return result
 
     def slots(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
         """For each slot of a piece: its name for the whole weight without the optimizer's prefix, the piece and the
         variable."""
-        pieces = dict(zip([_reference(each) for each in self.variables], self.owned, strict=True))
         for variable in self.optimizer.variables:
-            # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
-            name = variable.path.partition("/")[2]
-            if _MARK.search(name):
-                [piece] = [found for start, found in pieces.items() if name.startswith(start)]
-                yield _MARK.sub("", name), piece, variable
+            if slot := self._slot(variable):
+                place, name = slot
+                yield _MARK.sub("", name), self.owned[place], variable
+
+    def _slot(self, variable: keras.Variable) -> tuple[int, str] | None:
+        """The index of the piece that a variable of the optimizer belongs to, and its name; None if it is of none."""
+        name = variable.path.partition("/")[2]
+        place, attribute = self._in_lists.get(id(variable), (-1, ""))
+        if place < 0 and _MARK.search(name):
+            starts = [name.startswith(_reference(piece)) for piece in self.variables]
+            place = starts.index(True) if any(starts) else -1
+        if not 0 <= place < len(self.variables):
+            return None
+        # Keras 3.15 names most variables of an optimizer by the path of the weight that they belong to. Adafactor's
+        # rows and columns have only its name, both the same.
+        start = _reference(self.variables[place])
+        return place, name if name.startswith(start) else start + attribute.strip("_")
+
+    @functools.cached_property
+    def _in_lists(self) -> dict[int, tuple[int, str]]:
+        """For variables in attributes of the optimizer that have one for each weight, by `id`: the index of the weight,
+        and the name of the attribute."""
+        count = len(self.variables) + self._whole
+        every = [*map(id, self.optimizer.variables)]
+        lists = {
+            name: value
+            for name, value in vars(self.optimizer).items()
+            if isinstance(value, list) and len(value) == count and [*map(id, value)] != every
+        }
+        return {id(variable): (place, name) for name, value in lists.items() for place, variable in enumerate(value)}
 
 
 class OwnShare:
