@@ -160,7 +160,7 @@ def test_gradients_are_kept_only_for_the_steps_that_are_compared():
     @tf.function(autograph=False)
     def run(step):
         gradient = tf.random.stateless_uniform(shape, tf.stack([step, step]))  # no constant, which would stay in memory
-        [given], [kept] = reducer._given_away([gradient], step)
+        [given], [kept] = buckets.given_away([gradient], reducer._compares(step))
         total = tf.negative(given)  # in place, if nothing else needs its input
         with tf.control_dependencies([total]):
             return tf.reduce_sum(kept), tf.reduce_sum(total)

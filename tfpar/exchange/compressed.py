@@ -214,13 +214,14 @@ class CompressedReducer(Reducer):
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Every bucket as soon as its tensors are complete; only the state waits for `should_apply`."""
         step = local_copy(self._step).read_value()
+        compares = self._compares(step)
         pending: buckets.PendingAssigns = []
         norms = []
         large: dict[int, tf.Tensor] = {}
-        # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
         compared: list[tf.Tensor] = []
+        # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
         for indices, bucket in reversed(list(self._indexed_buckets())):
-            tensors, kept = self._given_away([gradients[index] for index in indices], step)
+            tensors, kept = _given_away([gradients[index] for index in indices], compares)
             parts, norm = bucket.reduce(tensors, step, pending)
             large |= dict(zip(indices, parts, strict=True))
             compared += kept
@@ -230,7 +231,7 @@ class CompressedReducer(Reducer):
         def assign() -> tf.Tensor:
             for variable, value in pending:
                 variable.assign(value, read_value=False)
-            self._observe(compared, list(large.values()), tf.add_n(norms), step)
+            self._observe(compared, list(large.values()), tf.add_n(norms), compares)
             local_copy(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
@@ -286,17 +287,18 @@ class CompressedReducer(Reducer):
 
         def encoded() -> list[tf.Tensor]:
             sums: list[tf.Tensor] = []
+            compares = self._compares(step)
             compared: list[tf.Tensor] = []
             norms = []
             for indices, bucket in self._indexed_buckets():
                 if indices[0] in self.sparse:
                     continue
-                tensors, kept = self._given_away([gradients[index] for index in indices], step)
+                tensors, kept = _given_away([gradients[index] for index in indices], compares)
                 parts, norm = bucket.reduce(tensors, step)
                 sums += parts
                 compared += kept
                 norms.append(norm)
-            self._observe(compared, sums, tf.add_n(norms), step)
+            self._observe(compared, sums, tf.add_n(norms), compares)
             return sums
 
         shapes = [tensor.shape for tensor in every]
@@ -311,13 +313,11 @@ class CompressedReducer(Reducer):
         vector = tf.ensure_shape(buckets.concatenated(tensors), [sum(shape.num_elements() for shape in shapes)])
         return buckets.split(self._group.all_reduce(vector, instance), shapes)
 
-    def _given_away(self, tensors: list[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The tensors for an exchange, and what `_observe` compares with their sums; see `buckets.given_away`."""
-        return buckets.given_away(tensors, self._is_compared(step)) if self._sample_every else (tensors, [])
-
-    def _is_compared(self, step: tf.Tensor) -> tf.Tensor:
-        """Whether the sums of a step are compared with the dense ones: early in a run, but not in its first step."""
-        return tf.equal(step % self._sample_every, min(self._sample_every // 10, 100))
+    def _compares(self, step: tf.Tensor) -> tf.Tensor | None:
+        """Whether the sums of a step are compared with the dense ones: early in a run, but not in its first step. None
+        if those of no step are."""
+        every = self._sample_every
+        return tf.equal(step % every, min(every // 10, 100)) if every else None
 
     def _placeholder(self, index: int) -> Any:
         """In place of the sum of a tensor; of an embedding, one row, which can be made NaN."""
@@ -326,7 +326,9 @@ class CompressedReducer(Reducer):
             return tf.zeros([1, *shape[1:]]), tf.zeros([1], tf.int64)
         return tf.zeros(shape)
 
-    def _observe(self, compared: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
+    def _observe(
+        self, compared: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, compares: tf.Tensor | None
+    ) -> None:
         """Stores the norms and, in some steps, the cosine between the sums and the dense ones."""
         observed = local_copy(self._observed)
 
@@ -337,8 +339,8 @@ class CompressedReducer(Reducer):
             return inner / tf.sqrt(squares[0] * squares[1])
 
         latest = observed.read_value()[2]
-        if self._sample_every:
-            latest = tf.cond(self._is_compared(step), cosine, lambda: latest)
+        if compares is not None:
+            latest = tf.cond(compares, cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 
     def _choose(self, measured: Any = None) -> list[Spec]:
@@ -373,6 +375,11 @@ class CompressedReducer(Reducer):
     def _indexed_buckets(self) -> Iterable[tuple[list[int], buckets.Bucket]]:
         """Every bucket with the indices of its tensors."""
         return zip(self._indices, self._buckets, strict=True)
+
+
+def _given_away(tensors: list[tf.Tensor], compares: tf.Tensor | None) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The tensors for an exchange, and what is compared with their sums; see `buckets.given_away`."""
+    return (tensors, []) if compares is None else buckets.given_away(tensors, compares)
 
 
 def _ring_share(size: int, workers: int) -> int:
