@@ -4,7 +4,7 @@ A device holds its weights; their gradients; with micro-batches, the accumulated
 owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
 arXiv:1910.02054); and the residuals of a lossy exchange. The backward pass reads activations: those of a micro-batch,
 times the number of micro-batches in flight on a stage of a pipeline. The optimizer's update needs no activations, but
-the weights before the last step of a call, from which the norm of the change is reported, or all new weights if they
+the weights before a step whose change is reported, from which its norm is computed, or all new weights if they
 come from the owners of shards. As an XLA program it changes variables in place; op by op it has new values and
 intermediate results of a group of weights (`pure_apply`).
 
