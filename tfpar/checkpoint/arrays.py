@@ -37,7 +37,8 @@ class Part:
     @classmethod
     def whole(cls, shape: tuple[int, ...], axis: int | None) -> Part:
         """All of an array, as a part."""
-        return cls(shape, axis, ((0, math.prod(shape) if axis is None else shape[axis]),))
+        empty = cls(shape, axis, ())
+        return dataclasses.replace(empty, stretches=((0, empty.length),))
 
     @property
     def length(self) -> int:
@@ -210,8 +211,9 @@ class SavedArrays(Mapping[str, np.ndarray]):
             if first is None:
                 return self._file(file).get_tensor(name)
             return self.read(name, Part.whole(first.shape, first.axis)).reshape(first.shape)
-        if wanted.axis != (first.axis if first else wanted.axis or 0):
-            return self._read_across(name, wanted, first.axis if first else 0)
+        saved = first.axis if first else wanted.axis or 0
+        if wanted.axis != saved:
+            return self._read_across(name, wanted, saved)
         pieces = [piece for start, length in wanted.stretches for piece in self._pieces(name, wanted, start, length)]
         return np.concatenate(pieces, axis=wanted.axis or 0)
 

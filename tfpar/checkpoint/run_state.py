@@ -67,8 +67,8 @@ def snapshot_here(
         if not (held.saved_here if held else first or peers_of(variable)):
             continue
         if split and peers_of(variable):
-            own = [(rank, part) for rank, part in zip(ranks_here(variable), parts_here(variable), strict=True)]
-            own = [(rank, part) for rank, part in own if part.size]
+            found = zip(ranks_here(variable), parts_here(variable), strict=True)
+            own = [(rank, part) for rank, part in found if part.size]
             if own:  # otherwise there is only padding here
                 pieces = [_part(variable, split, rank) for rank, _ in own]
                 arrays[name] = np.concatenate([part for _, part in own], axis=pieces[0].axis or 0)
@@ -149,24 +149,19 @@ def _restore(variable: keras.Variable, arrays: Mapping[str, np.ndarray], name: s
     """Assigns a saved value, or the parts of it that this worker has."""
     split = split_of(variable)
     if split and isinstance(arrays, SavedArrays):
-
-        def value_of(rank: int | None) -> np.ndarray:
-            part = arrays.read(name, _part(variable, split, rank or 0))
-            if isinstance(split, FlatSplit):
-                return split.with_padding(part)
-            return split.with_padding(part, variable.shape[split.axis])
-
-        assign_parts(variable, value_of)
+        length = variable.shape[split.axis or 0]
+        assign_parts(
+            variable,
+            lambda rank: split.with_padding(arrays.read(name, _part(variable, split, rank or 0)), length),
+        )
     elif (held := held_by(variable)) is None or held.here:
         assign_whole(variable, arrays[name])
 
 
 def _part(variable: keras.Variable, split: Split | FlatSplit, rank: int) -> Part:
     """The part of a divided variable on the device of a rank."""
-    shape = shape_of(variable)
-    if isinstance(split, FlatSplit):
-        return Part(shape, None, (split.stretch(rank),))
-    return Part(shape, split.axis, tuple(split.stretches(shape[split.axis], rank)))
+    every = Part.whole(shape_of(variable), split.axis)
+    return dataclasses.replace(every, stretches=tuple(split.stretches(every.length, rank)))
 
 
 def _uncounted(name: str) -> str:

@@ -159,16 +159,19 @@ def split(vector: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def given_away(tensors: list[tf.Tensor], kept: tf.Tensor) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+def given_away(tensors: list[tf.Tensor], kept: tf.Tensor | None) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Tensors for an exchange, whose sums take their memory unless the tensors are kept.
 
     Args:
       tensors: Tensors of any shapes, which nothing else reads later.
-      kept: Bool scalar: whether they are needed once more after the exchange.
+      kept: Bool scalar: whether they are needed once more after the exchange. None if they never are.
 
     Returns:
-      The tensors for the exchange, and the same as vectors, which have no elements if they are not kept.
+      The tensors for the exchange, and the same as vectors, which have no elements if they are not kept. No vectors if
+      `kept` is None.
     """
+    if kept is None:
+        return tensors, []
     vectors = tf.cond(
         kept,
         lambda: [tf.reshape(tensor, [-1]) for tensor in tensors],

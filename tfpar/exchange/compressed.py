@@ -221,7 +221,7 @@ class CompressedReducer(Reducer):
         compared: list[tf.Tensor] = []
         # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
         for indices, bucket in reversed(list(self._indexed_buckets())):
-            tensors, kept = _given_away([gradients[index] for index in indices], compares)
+            tensors, kept = buckets.given_away([gradients[index] for index in indices], compares)
             parts, norm = bucket.reduce(tensors, step, pending)
             large |= dict(zip(indices, parts, strict=True))
             compared += kept
@@ -293,7 +293,7 @@ class CompressedReducer(Reducer):
             for indices, bucket in self._indexed_buckets():
                 if indices[0] in self.sparse:
                     continue
-                tensors, kept = _given_away([gradients[index] for index in indices], compares)
+                tensors, kept = buckets.given_away([gradients[index] for index in indices], compares)
                 parts, norm = bucket.reduce(tensors, step)
                 sums += parts
                 compared += kept
@@ -375,11 +375,6 @@ class CompressedReducer(Reducer):
     def _indexed_buckets(self) -> Iterable[tuple[list[int], buckets.Bucket]]:
         """Every bucket with the indices of its tensors."""
         return zip(self._indices, self._buckets, strict=True)
-
-
-def _given_away(tensors: list[tf.Tensor], compares: tf.Tensor | None) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The tensors for an exchange, and what is compared with their sums; see `buckets.given_away`."""
-    return (tensors, []) if compares is None else buckets.given_away(tensors, compares)
 
 
 def _ring_share(size: int, workers: int) -> int:

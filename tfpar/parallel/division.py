@@ -108,15 +108,17 @@ class Split:
 class FlatSplit:
     """The division of a variable, flattened to a vector, into parts of equal length; padding repeats its last element.
 
-    It has the methods of `Split`, but `stretch` in place of `stretches`, and another `with_padding`.
+    It has the methods of `Split`.
 
     Attributes:
       shape: Shape of the whole value.
       size: Number of parts.
+      axis: None: no dimension is divided.
     """
 
     shape: tuple[int, ...]
     size: int
+    axis = None
 
     @property
     def in_order(self) -> bool:
@@ -132,15 +134,15 @@ class FlatSplit:
         """Returns the number of elements of the part of device `rank`, without padding."""
         return min(max(math.prod(self.shape) - rank * self.elements, 0), self.elements)
 
-    def stretch(self, rank: int) -> tuple[int, int]:
-        """Returns start and length of the part of device `rank` in the flattened value; of its last element if the part
-        is only padding."""
+    def stretches(self, length: int, rank: int) -> list[tuple[int, int]]:
+        """See `Split.stretches`: of the flattened value, of this length. If the part is only padding, of the last
+        element."""
         own = self.own_elements(rank)
-        return (rank * self.elements, own) if own else (math.prod(self.shape) - 1, 1)
+        return [(rank * self.elements, own) if own else (length - 1, 1)]
 
-    def with_padding(self, part: np.ndarray) -> np.ndarray:
-        """Pads what is at `stretch` to the length of a part."""
-        return np.pad(part, (0, self.elements - part.size), mode="edge")
+    def with_padding(self, part: np.ndarray, length: int) -> np.ndarray:
+        """See `Split.with_padding`: pads what is at `stretches`."""
+        return np.pad(part, (0, length - part.size), mode="edge")
 
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
         """See `Split.part`."""

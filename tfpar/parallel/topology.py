@@ -69,9 +69,14 @@ class Topology:
         return self.data_workers * self.local_replicas
 
     @property
+    def weight_workers(self) -> int:
+        """Number of workers that have all weights between them, each its parts; 1 if every worker has all."""
+        return self.workers if self.shards_weights else self.replica_workers
+
+    @property
     def parts_on_workers(self) -> bool:
         """Whether no worker has all weights, so that reading whole weights is a call of several workers."""
-        return self.replica_workers > 1 or (self.shards_weights and self.workers > 1)
+        return self.weight_workers > 1
 
     @property
     def workers_here(self) -> int:

@@ -71,7 +71,7 @@ class NormPacing:
     def wanted(self, step: int, steps: int) -> bool:
         """Whether the call of so many steps after `step` reports norms."""
         end = step + steps
-        at_point = end // self._cadence > step // self._cadence or end >= self._total
+        at_point = next_multiple(step, self._cadence) <= end or end >= self._total
         return self._answer == _NOW or (self._answer == _AT_POINTS and at_point)
 
     def own_answer(self, wanted: bool, steps: int, seconds: float) -> float:

@@ -62,9 +62,8 @@ class RunFiles:
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
-        # The number of workers that have all weights between them: the first ones write them, each its parts.
-        self._writers = topology.workers if topology.shards_weights else topology.replica_workers
-        self._writes_weights = topology.is_chief or (self._writers > 1 and 0 <= topology.worker < self._writers)
+        # The first workers that have all weights between them write them, each its parts.
+        self._writes_weights = topology.is_chief or topology.worker in range(1, topology.weight_workers)
         keeps_more = topology.synchronous and (bool(program.exchange.state) or keeps_position)
         self._writes = self._writes_weights or keeps_more or program.rounds is not None
         self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
@@ -76,7 +75,7 @@ class RunFiles:
                 worker=topology.worker if topology.synchronous else 0,
                 workers=topology.workers if topology.synchronous else 1,
                 on_error=config.checkpoint.on_checkpoint_error,
-                needed=self._needed_files if self._writers > 1 else None,
+                needed=self._needed_files if topology.parts_on_workers else None,
             )
 
     @property
@@ -100,7 +99,7 @@ class RunFiles:
             step=state.step,
             arrays=arrays,
             parts=parts,
-            state_files=self._writers,
+            state_files=program.topology.weight_workers,
             frozen=self._frozen_names(arrays) - parts.keys() if program.topology.is_chief else (),
             exchange={
                 **program.exchange.export(),
@@ -191,7 +190,7 @@ class RunFiles:
         if not self._writes_weights:
             return {}, {}
         variables = self._program.checkpoint_variables()
-        if self._writers == 1:
+        if not self._program.topology.parts_on_workers:
             return run_state.snapshot(variables), {}
         return run_state.snapshot_here(variables, first=self._program.topology.is_chief)
 

@@ -74,15 +74,9 @@ class ReplicaShare:
         self.optimizer = optimizer
         self._whole = len(whole)
 
-    def common_variables(self) -> dict[str, keras.Variable]:
-        """Variables of the optimizer that belong to no piece, in order, by name without the optimizer's prefix. A
-        repeated name gets its position appended."""
-        result: dict[str, keras.Variable] = {}
-        for position, variable in enumerate(self.optimizer.variables):
-            if self._slot(variable) is None:
-                name = variable.path.partition("/")[2] or variable.path
-                result[name if name not in result else f"{name}#{position}"] = variable
-        return result
+    def common_variables(self) -> list[keras.Variable]:
+        """Variables of the optimizer that belong to no piece, in order."""
+        return [variable for variable in self.optimizer.variables if self._slot(variable) is None]
 
     def slots(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
         """For each slot of a piece: its name for the whole weight without the optimizer's prefix, the piece and the
@@ -94,7 +88,7 @@ class ReplicaShare:
 
     def _slot(self, variable: keras.Variable) -> tuple[int, str] | None:
         """The index of the piece that a variable of the optimizer belongs to, and its name; None if it is of none."""
-        name = variable.path.partition("/")[2]
+        name = _name(variable)
         place, attribute = self._in_lists.get(id(variable), (-1, ""))
         if place < 0 and _MARK.search(name):
             starts = [name.startswith(_reference(piece)) for piece in self.variables]
@@ -239,7 +233,7 @@ class OwnShare:
 
     def shared_variables(self) -> list[keras.Variable]:
         """Variables of the optimizer that are the same on every worker."""
-        return list(self.replicas[0].common_variables().values())
+        return self.replicas[0].common_variables()
 
     def load_weights(self, exact: Mapping[int, np.ndarray] | None = None) -> None:
         """Sets the pieces to the current values of the model's weights, or to those of `exact` by index."""
@@ -273,10 +267,10 @@ class OwnShare:
           ConfigError: State is missing, or of another shape.
         """
         self.load_weights(exact or {})
-        common = self.replicas[0].common_variables()
-        for replica in self.replicas[1:]:
-            for name, variable in replica.common_variables().items():
-                variable.assign(common[name].numpy())
+        common = {_name(variable): variable for variable in self.replicas[0].common_variables()}
+        for replica in self.replicas[1:]:  # which have only those of no weight, whose names are unique
+            for variable in replica.common_variables():
+                variable.assign(common[_name(variable)].numpy())
         wrong = []
         for name, piece, variable in self._state():
             if own is not None:
@@ -371,6 +365,11 @@ def _key(name: str, piece: Piece) -> str:
 
 def _part(array: np.ndarray, piece: Piece, shape: Sequence[int]) -> np.ndarray:
     return np.asarray(array).reshape(-1)[piece.begin : piece.end].reshape(shape)
+
+
+def _name(variable: keras.Variable) -> str:
+    """The name of an optimizer's variable without the optimizer's prefix."""
+    return variable.path.partition("/")[2]
 
 
 def _reference(piece: keras.Variable) -> str:

@@ -105,7 +105,7 @@ class ShardedStep(TrainStep):
         others = [replica.first(self.core.model.trainable_variables[index]) for index in whole]
         if not owner.variables and not others:
             return []
-        common = [replica.first(variable) for variable in owner.common_variables().values()]
+        common = [replica.first(variable) for variable in owner.common_variables()]
         values, state = ([variable.read_value() for variable in variables] for variables in (others, common))
         new, state = self._share_updates[id(owner)](gradients, values, list(whole.values()), state, factor, rate)
         with tf.control_dependencies(replica.assign(common, state)):
@@ -131,7 +131,7 @@ class ShardedStep(TrainStep):
         """
         pieces = [replica.first(variable) for variable in owner.variables]
         slots = [replica.first(variable) for variable in owner.optimizer.variables]
-        elsewhere = {id(variable) for variable in owner.common_variables().values()}
+        elsewhere = {id(variable) for variable in owner.common_variables()}
         here = [id(variable) not in elsewhere for variable in owner.optimizer.variables]
         given = iter(common)
         state = [slot.read_value() if is_here else next(given) for slot, is_here in zip(slots, here, strict=True)]
