@@ -171,15 +171,28 @@ def resumed(folder: pathlib.Path, options: dict[str, Any]) -> list[dict[str, np.
     return once
 
 
+def exported(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+    """The weights in `model.keras`, by their paths in the runs here."""
+    model = keras.saving.load_model(workdir / "model.keras", compile=False)
+    return {f"sequential/{variable.path}": variable.numpy() for variable in model.variables}
+
+
 @pytest.mark.cluster
 def test_resumed_with_a_codec(tmp_path):
     """To the same bits by as many workers. Others make whole state out of shares: what has not been sent yet takes
-    effect, also where shards have no codec."""
-    once = resumed(tmp_path, {"shard": "optimizer", "exchange": "int4", "steps": 12})
+    effect, also where shards have no codec. The exported weights are the moving averages."""
+    once = resumed(tmp_path, {"shard": "optimizer", "exchange": "int4", "steps": 12, "ema": 0.8})
     shutil.copytree(tmp_path / "run", tmp_path / "devices")
-    alone = on_one_device(exchange="int4", steps=13, workdir=str(tmp_path / "run"))
-    options = {"shard": "optimizer", "steps": 13, "workdir": str(tmp_path / "devices")}
+    averages = exported(tmp_path / "run")
+    assert distance(averages, {name: once[0][name] for name in averages}) > 0.1
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    (tmp_path / "whole" / "model.keras").unlink()  # a run that is finished writes it again
+    on_one_device(exchange="int4", steps=12, ema=0.8, workdir=str(tmp_path / "whole"))
+    assert_close(averages, exported(tmp_path / "whole"), rtol=0.0)
+    alone = on_one_device(exchange="int4", steps=13, ema=0.8, workdir=str(tmp_path / "run"))
+    options = {"shard": "optimizer", "steps": 13, "ema": 0.8, "workdir": str(tmp_path / "devices")}
     assert_close(weights_of(here("mirrored", 2, **options)), alone)
+    assert_close(exported(tmp_path / "devices"), exported(tmp_path / "run"))
     differences = [
         np.abs(alone[name] - value).max() for name, value in once[0].items() if name not in ("slots", "wire")
     ]
@@ -213,9 +226,7 @@ def test_sharded_weights_are_resumed_and_exported(tmp_path):
     saved = list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(saved) >= 2
     assert len({(path / "state-frozen.safetensors").stat().st_ino for path in saved}) == 1
-    exported = keras.saving.load_model(tmp_path / "run" / "model.keras", compile=False)
-    trained = {name.removeprefix("sequential/"): value for name, value in weights_once[0].items()}
-    assert_close(trained, {variable.path: variable.numpy() for variable in exported.variables}, rtol=0.0)
+    assert_close(weights_once[0], exported(tmp_path / "run"), rtol=0.0)
 
 
 @pytest.mark.proof

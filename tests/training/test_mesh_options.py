@@ -59,7 +59,7 @@ def checked(places: dict[str, Any], **options: Any) -> ExperimentConfig:
 
 
 WORKS = [
-    *((places, EMA) for places in (MODEL, TWO)),
+    *((places, EMA) for places in (MODEL, TWO, OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, HALF) for places in (MODEL, PIPELINE, OPTIMIZER, WEIGHTS)),
     *((places, FROZEN) for places in (MODEL, PIPELINE, OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, LORA) for places in (TWO, OPTIMIZER, GRADIENTS)),
@@ -69,7 +69,6 @@ WORKS = [
 ]
 WHOLE = "needs whole tensors"
 REFUSED = [
-    *((places, EMA, "--ema=0.9 does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, LORA, "--lora=.* does not work yet with --mesh=") for places in (MODEL, PIPELINE)),
     (WEIGHTS, LORA, "--lora=.* does not work with --shard=weights"),
     *((places, each, WHOLE) for places in (MODEL, WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),

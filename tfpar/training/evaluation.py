@@ -98,6 +98,7 @@ class Evaluator:
         names = program.batch_readers.distorted_metrics(pipeline)
         with (
             failure.peer_errors_named(topology.cluster),
+            program.averages.shown(),
             named(source, read),
             activity(f"evaluating {source.info.name}", count=examples_done, total=total, shown=program.reports),
         ):

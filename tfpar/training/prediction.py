@@ -65,7 +65,7 @@ class Predictor:
             f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
         )
         agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "predict()")
-        with failure.peer_errors_named(topology.cluster), shown:
+        with failure.peer_errors_named(topology.cluster), program.averages.shown(), shown:
             for step in range(batches):
                 if calls:
                     calls.begin(step)

@@ -26,7 +26,7 @@ from tfpar.training.core import Core
 from tfpar.training.local_steps.building import build_rounds
 from tfpar.training.local_steps.step import LocalStep
 from tfpar.training.model.adapting import adapt_model
-from tfpar.training.model.averages import AveragesBetweenRuns
+from tfpar.training.model.averages import AveragesBetweenRuns, MovingAverages
 from tfpar.training.model.building import Original, build_model
 from tfpar.training.model.own_loss import OwnLossObjective, objective_of
 from tfpar.training.model.recompute import recompute_activations
@@ -40,7 +40,7 @@ from tfpar.training.placing.base import Placing
 from tfpar.training.placing.choose import placing_of
 from tfpar.training.placing.elements import elements_on_devices
 from tfpar.training.placing.own_parts import OwnParts
-from tfpar.training.sharding import OwnShare, sharded_step
+from tfpar.training.sharding import OwnShare, SharedAverages, sharded_step
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import eval_input, train_input
 
@@ -336,16 +336,19 @@ class Program:
             if self.original is not None:
                 stack.enter_context(self.original.written_back(self.first_copies))
             if self.optimizer_options and self.optimizer.use_ema:
-                options = {"one_run": bool(self.config.checkpoint.workdir)}
-                stack.enter_context(between.left_behind(self.model.trainable_variables, self.eval_weights, **options))
+                stack.enter_context(between.left_behind(self.averages, one_run=bool(self.config.checkpoint.workdir)))
             yield
 
     def eval_weights(self) -> list[keras.Variable]:
-        """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
-        averages, weights = optimizers.ema_variables(self.optimizer), self.model.trainable_variables
-        if averages is None or int(self.optimizer.iterations.numpy()) == 0:  # before the first step there is no average
-            return list(weights)
-        return [average if average is not None else weight for average, weight in zip(averages, weights, strict=True)]
+        """The trainable weights that evaluation and export use, within `averages.shown()`."""
+        return self.averages.weights()
+
+    @functools.cached_property
+    def averages(self) -> MovingAverages:
+        """The moving averages of the weights, which `--ema` keeps."""
+        if self.share:
+            return SharedAverages(self.model, self.share, self.topology)
+        return MovingAverages(self.model, self.optimizer)
 
     def checkpoint_variables(self) -> dict[str, keras.Variable]:
         """Every variable that defines a run and is the same on every worker, by the name it has in a checkpoint."""

@@ -23,11 +23,6 @@ def check_sharding(config: ExperimentConfig, topology: Topology) -> None:
         return
     if topology.name in ("parameter_server", "tpu"):
         raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Use --shard=none.")
-    if config.optimizer.ema and topology.replicas > 1:
-        raise ConfigError(
-            f"--ema={config.optimizer.ema} does not work with {flag}: evaluation would need averages that other "
-            "replicas hold. Leave one of them out."
-        )
     if config.train.lora and config.train.shard == "weights":
         raise ConfigError(
             f"--lora={config.train.lora} does not work with {flag}, which gathers kernels without their adapters. Use "

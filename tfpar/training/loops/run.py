@@ -147,7 +147,8 @@ class Run:
             # All workers return or none does: a worker that continued would wait for one that returned.
             if context.agreement.mean(float(previous is not None)) == 1.0:
                 assert previous is not None
-                results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
+                with context.program.averages.shown():
+                    results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
                 return previous
         announce.record_run_info(info, context.monitor, self._loop.traffic, state.step)
         context.files.restarts.begin(state.step)
@@ -245,7 +246,8 @@ class Run:
         if state.finished:
             if state.step < state.total:
                 context.monitor.message(f"stopped by {state.stopped_by} at step {state.step} of {state.total}")
-            with activity("writing model.keras", shown=context.program.reports):
+            writing = activity("writing model.keras", shown=context.program.reports)
+            with context.program.averages.shown(), writing:
                 results.write(info, summary, context.monitor, context.program.eval_weights)
         restarts.end("finished" if state.finished else "preempted" if state.preempted else "stopped")
         if not state.finished:

@@ -215,22 +215,28 @@ class SynchronousLoop:
         """Evaluates now, on all workers, and feeds the plateau schedule."""
         context, program, validation = self._context, self._context.program, self._context.info.validation
         assert validation is not None
-        found = self._evaluator(validation, steps=program.config.train.eval_steps, calls=calls)
-        state = state.evaluated(state.step, found)
-        context.monitor.on_evaluation(state.step, state.results)
-        alone = program.topology.is_chief and not program.topology.parts_on_workers  # has all weights locally
-        if alone and context.monitor.records:
-            self._show_predictions(validation, state.step)
-        if alone and samples.continues_text(validation):
+        with program.averages.shown():
+            found = self._evaluator(validation, steps=program.config.train.eval_steps, calls=calls)
+            state = state.evaluated(state.step, found)
+            context.monitor.on_evaluation(state.step, state.results)
+            if program.topology.is_chief and not program.topology.parts_on_workers:  # has all weights locally
+                self._show_samples(validation, state.step)
+        if context.plateau:
+            context.plateau.update(state.results["loss"])
+        return state
+
+    def _show_samples(self, validation: inputs.AnySource, step: int) -> None:
+        """Records predictions, and writes a language model's text. Chief only."""
+        program, monitor = self._context.program, self._context.monitor
+        if monitor.records:
+            self._show_predictions(validation, step)
+        if samples.continues_text(validation):
             # Only the chief does this, so it must not touch the other replicas: it reads its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
             others = program.first_copies(program.model.non_trainable_variables)
             with activity("writing sample text", shown=program.reports):
-                text = samples.continue_first(program.text_sampler, params, others, validation, seed=state.step)
-            samples.write_continuation(context.monitor, text, state.step)
-        if context.plateau:
-            context.plateau.update(state.results["loss"])
-        return state
+                text = samples.continue_first(program.text_sampler, params, others, validation, seed=step)
+            samples.write_continuation(monitor, text, step)
 
     def _show_predictions(self, validation: inputs.AnySource, step: int) -> None:
         """Records the confusion matrix, and images with predictions. Chief only."""

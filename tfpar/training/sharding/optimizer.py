@@ -355,8 +355,6 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
                 f"{name}={getattr(optimizer, name)} of the optimizer would apply to this worker's share alone. Leave "
                 "it out with --shard; --clip_norm clips by the norm of all gradients."
             )
-    if optimizer.use_ema:
-        raise ConfigError("use_ema=True of the optimizer does not work with --shard. Leave one of them out.")
 
 
 def _key(name: str, piece: Piece) -> str:

@@ -85,10 +85,10 @@ class GatheringPlacing(Placing):
                 f"--shard=weights: {type(optimizer).__name__} needs whole tensors, which no replica has. Use an "
                 f"elementwise optimizer ({names}), or --shard=gradients."
             )
-        if optimizer.clipnorm or optimizer.global_clipnorm or optimizer.use_ema:
+        if optimizer.clipnorm or optimizer.global_clipnorm:
             raise ConfigError(
-                f"--shard=weights: clipnorm, global_clipnorm and use_ema of {type(optimizer).__name__} would apply to "
-                "the part of one replica. Leave them out; --clip_norm clips by the norm of the whole gradient."
+                f"--shard=weights: clipnorm and global_clipnorm of {type(optimizer).__name__} would apply to the part "
+                "of one replica. Leave them out; --clip_norm clips by the norm of the whole gradient."
             )
 
     def within(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,94 @@
+"""Moving averages of sharded weights, which the model has as its weights while it is evaluated or exported.
+
+The owner of a piece keeps its average beside the other optimizer state, so no replica has all averages. They are
+gathered into the model's own variables; the weights wait in the host's memory meanwhile. A device needs no more memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
+from tfpar.optim import optimizers
+from tfpar.parallel.split import assign_whole, whole
+from tfpar.parallel.topology import Topology
+from tfpar.training.model.averages import MovingAverages
+from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
+
+import keras
+import numpy as np
+
+
+class SharedAverages(MovingAverages):
+    """The moving averages that the owners of shards keep.
+
+    Args:
+      model: Its trainable weights are in shards.
+      share: This worker's share of them.
+      topology: All workers.
+    """
+
+    def __init__(self, model: keras.Model, share: OwnShare, topology: Topology) -> None:
+        super().__init__(model, share.optimizer)
+        group = world_group(topology.workers, max(topology.worker, 0))
+        self._share, self._agreement = share, WorkerAgreement(group, "gathering moving averages")
+        self._shown = False
+
+    def weights(self) -> list[keras.Variable]:
+        """See `MovingAverages`. The model's own variables, which have the averages within `shown`."""
+        return list(self._model.trainable_variables)
+
+    def values(self) -> Iterator[tuple[keras.Variable, np.ndarray]]:
+        """See `MovingAverages`."""
+        if not self.exist:
+            return
+        share = self._share
+        for number, vector in enumerate(share.vectors):
+            own = np.concatenate([_shard_of(owner, number, vector.shard_elements) for owner in share.replicas])
+            flat = np.concatenate(self._agreement.gather_arrays(own))
+            start = 0
+            for index, size in vector.segments:
+                if index >= 0:
+                    variable = share.variables[index]
+                    yield variable, flat[start : start + size].reshape(variable.shape)
+                start += size
+        first = share.replicas[0]
+        for index, average in zip(share.whole, _averages(first)[len(first.variables) :], strict=True):
+            if average is not None:
+                yield share.variables[index], average.numpy()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """See `MovingAverages`. Within itself, it changes nothing."""
+        if self._shown:
+            yield
+            return
+        before: list[tuple[keras.Variable, np.ndarray]] = []
+        self._shown = True
+        try:
+            for variable, average in self.values():
+                before.append((variable, whole(variable)))
+                assign_whole(variable, average)
+            yield
+        finally:
+            for variable, value in before:
+                assign_whole(variable, value)
+            self._shown = False
+
+
+def _shard_of(owner: ReplicaShare, number: int, elements: int) -> np.ndarray:
+    """The averages of a replica's pieces of one vector, end to end as in its shard, with zeros in place of padding."""
+    shard, filled = np.zeros(elements, np.float32), 0
+    for (vector, _), average in zip(owner.places, _averages(owner), strict=False):
+        if vector == number and average is not None:
+            values = average.numpy().reshape(-1)
+            shard[filled : filled + values.size] = values
+            filled += values.size
+    return shard
+
+
+def _averages(owner: ReplicaShare) -> list[keras.Variable | None]:
+    """The averages of the pieces of a replica, and then of the weights that it updates for its worker."""
+    return optimizers.ema_variables(owner.optimizer) or []
