@@ -22,9 +22,9 @@ def source(count: int = 16) -> inputs.Source:
     return inputs.from_arrays(x, x[:, :1])
 
 
-def model() -> keras.Model:
+def model(width: int = 3) -> keras.Model:
     return keras.Sequential(
-        [keras.Input((4,)), layers.Dense(3, activation="tanh", name="first"), layers.Dense(1, name="last")]
+        [keras.Input((4,)), layers.Dense(width, activation="tanh", name="first"), layers.Dense(1, name="last")]
     )
 
 
@@ -66,20 +66,21 @@ def test_on_several_devices_the_weights_are_written_back(messages):
     assert same(given.get_weights(), made.model.get_weights())
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them(replicas, tmp_path):
+@pytest.mark.parametrize(("replicas", "shard"), [(1, "none"), (2, "none"), (2, "optimizer")])
+def test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them(replicas, shard, tmp_path):
     """The next call goes on from there; with a workdir from the weights, as it is one run."""
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
     def optimizer():
-        return keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
+        return keras.optimizers.SGD(0.002, use_ema=True, ema_momentum=0.9)
 
-    reference, given, once = model(), model(), model()
+    reference, given, once = (model(256) for _ in range(3))
+    options = {"shuffle": False, "shard": shard}
     for each in (given, once):
         each.set_weights(reference.get_weights())
     start = reference.get_weights()
     reference.compile(optimizer(), "mse", jit_compile=False)
-    made = trainer(given, replicas, optimizer(), shuffle=False)
+    made = trainer(given, replicas, optimizer(), **options)
     for _ in range(2):
         reference.fit(x, x[:, :1], batch_size=8, shuffle=False, epochs=2, verbose=0)
         made.fit(source(), steps=4)
@@ -87,10 +88,10 @@ def test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them(replicas,
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(given.predict(x, verbose=0), made.predict(source()), rtol=1e-5, atol=1e-6)
     given.set_weights(start)
-    in_parts = trainer(given, replicas, optimizer(), shuffle=False, workdir=str(tmp_path / "parts"))
+    in_parts = trainer(given, replicas, optimizer(), **options, workdir=str(tmp_path / "parts"))
     in_parts.fit(source(), steps=4)
     in_parts.fit(source(), steps=6)
-    trainer(once, replicas, optimizer(), shuffle=False).fit(source(), steps=6)
+    trainer(once, replicas, optimizer(), **options).fit(source(), steps=6)
     assert same(given.get_weights(), once.get_weights())
 
 
