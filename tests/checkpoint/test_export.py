@@ -34,7 +34,7 @@ def test_blocks_are_the_whole_value_in_order(mesh, block_bytes):
     trainer = divided.here("mirrored", mesh, model="language_model", steps=2)
     several = 0
     for variable in [*trainer.model.variables, *trainer.optimizer.variables]:
-        for copy in range(len(split._copies(variable))):
+        for copy in range(len(split.copies_of(variable))):
             blocks = list(whole_blocks(variable, copy))
             several += len(blocks) > 1
             assert all(block.nbytes <= max(block_bytes, whole(variable).nbytes // 2) for block in blocks[1:])

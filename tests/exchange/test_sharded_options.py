@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar.exchange.reducer import GatheredWeights, dense_traffic
-from tfpar.exchange.sharding.reducer import check_exchange
+from tfpar.exchange.sharding.codecs import check_exchange
 
 import pytest
 

@@ -82,6 +82,11 @@ def test_weights_that_are_assigned_before_fit_count():
     assert_close(train("mirrored", 2), train("one_device"))
 
 
+def test_a_replica_may_own_only_weights_without_decay():
+    options = {"optimizer": "adamw", "weight_decay_exclude": "bias,norm,second", "steps": 4}
+    assert_close(weights_of(here("mirrored", 2, shard="optimizer", **options)), on_one_device(**options))
+
+
 @pytest.mark.xla
 def test_scattered_gradients_of_micro_batches_equal_one_device():
     """With an example that has no gradient, whose step is left out on all replicas; and with a loss scale."""

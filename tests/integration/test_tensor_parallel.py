@@ -54,15 +54,18 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_two_workers_of_two_devices(tmp_path):
     """They equal one device, also with micro-batches and a loss whose parts are summed beforehand; with int4 they stay
     near it; and what they have saved does not continue on another mesh with what int4 left out."""
-    dense, language_model, encoded = on_workers(
+    dense, sharded, language_model, encoded = on_workers(
         2,
         tmp_path / "out",
         {**MESH, "accumulate_steps": 2, "jit_compile": "auto"},  # XLA compiles the optimizer step alone
+        {**MESH, "accumulate_steps": 2, "shard": "optimizer"},
         {**MESH, "model": "language_model", "steps": 6},
         {**MESH, "exchange": "int4:min_elements=64", "workdir": str(tmp_path / "run")},
     )
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
+    assert_close(sharded, expected)
+    assert int(sharded["sent"]) == pytest.approx(int(dense["sent"]), rel=0.01)
     assert (dense["compiles_update"], language_model["compiles_update"]) == (True, False)
     assert_close(language_model, alone("language_model", steps=6)[0])
     assert_near(encoded, expected)
@@ -82,8 +85,9 @@ def assert_goes_on_to_the_same_bits(folder: pathlib.Path, mesh: dict[str, Any]) 
 
 
 @pytest.mark.proof
-def test_two_workers_of_two_devices_go_on_to_the_same_bits(tmp_path):
-    assert_goes_on_to_the_same_bits(tmp_path, MESH)
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_two_workers_of_two_devices_go_on_to_the_same_bits(tmp_path, shard):
+    assert_goes_on_to_the_same_bits(tmp_path, {**MESH, "shard": shard, "ema": 0.9})
 
 
 def test_two_workers_hold_a_replica_between_them(tmp_path):
@@ -118,16 +122,19 @@ def test_two_workers_hold_a_language_model_between_them(tmp_path):
 
 
 def test_two_replicas_of_two_workers_each(tmp_path):
-    [found] = on_workers(4, tmp_path / "out", {"mesh": "data:2,model:2", "steps": 10})
-    assert_close(found, alone("dense", steps=10)[0])
+    mesh = {"mesh": "data:2,model:2", "steps": 10}
+    found, sharded = on_workers(4, tmp_path / "out", mesh, {**mesh, "shard": "optimizer", "ema": 0.9})
+    expected = alone("dense", steps=10, ema=0.9)
+    assert_close(found, expected[0])
+    assert_close(sharded, {**expected[0], "eval loss": np.array(expected[1]["loss"])})
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("devices", [1, 2])
-def test_four_workers_hold_two_replicas(tmp_path, devices):
+@pytest.mark.parametrize(("devices", "shard"), [(1, "none"), (2, "none"), (1, "optimizer")])
+def test_four_workers_hold_two_replicas(tmp_path, devices, shard):
     """Each pair of workers has a replica, of which a worker has one device or two; with int4 the parts travel by
     themselves, what is whole as well, and a run that was stopped goes on to the same bits."""
-    mesh = {"mesh": f"data:2,model:{2 * devices}"}
+    mesh = {"mesh": f"data:2,model:{2 * devices}", "shard": shard}
     int4 = {**mesh, "exchange": "int4:min_elements=64"}
     saved = {**int4, "workdir": str(tmp_path / "run")}
     dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)

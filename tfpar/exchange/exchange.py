@@ -15,7 +15,7 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.choosing import check_sparse, dense_or_compressed, world_of
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
-from tfpar.exchange.per_device import DevicesOfReplica, PerDeviceReducer, check_saved_devices, per_device_reducer
+from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, check_saved_devices
 from tfpar.exchange.reducer import (
     GatheredWeights,
     LocalReducer,
@@ -25,6 +25,7 @@ from tfpar.exchange.reducer import (
     local_replicas,
     replica_context,
 )
+from tfpar.exchange.sharding.per_place import ShardedPlaces, reducer_of_places
 from tfpar.exchange.sharding.reducer import Scattered, ShardedReducer
 from tfpar.exchange.sharding.shards import ShardedVector
 
@@ -131,7 +132,7 @@ class Exchange:
             own_collectives = group.size > 1 and not group.capabilities.ordered
         self._group = group
         if per_device and strategy:
-            self._reducer = per_device_reducer(self._spec, shapes, group, strategy, seed, per_device)
+            self._reducer = reducer_of_places(self._spec, shapes, group, strategy, seed, per_device)
             return
         if shards is not None:
             self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed, micro_batches)
@@ -307,7 +308,7 @@ class Exchange:
         Raises:
           RuntimeError: `build` was called without `per_device`.
         """
-        if not isinstance(self._reducer, PerDeviceReducer):
+        if not isinstance(self._reducer, PlacesReducer):
             raise RuntimeError("sum_vector needs an exchange that was built with per_device=True")
         return self._reducer.sum_vector(vector)
 
@@ -347,8 +348,8 @@ class Exchange:
         given = gradients if isinstance(gradients, Scattered) else self._as_float32(gradients)
         return self._sharded().update_shards(given, sidecar, weights, **how)
 
-    def _sharded(self) -> ShardedReducer:
-        if not isinstance(self._reducer, ShardedReducer):
+    def _sharded(self) -> Any:
+        if not isinstance(self._reducer, ShardedReducer | ShardedPlaces):
             raise RuntimeError("update_shards and scatter_shards need an exchange that was built with shards")
         return self._reducer
 

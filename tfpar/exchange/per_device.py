@@ -18,6 +18,7 @@ from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, replica_context
+from tfpar.exchange.sharding.shards import ShardedVector
 from tfpar.exchange.spec import Spec
 
 import numpy as np
@@ -42,6 +43,7 @@ class DevicesOfReplica(NamedTuple):
       layer_parts: Workers that divide the same layers; the others have other layers.
       per_replica: Programs that the strategy runs for a replica on this worker; 0: those in `programs`. Programs that
         are not in `programs` have copies of what the first program exchanges, and nothing else.
+      shards: For each place, which worker updates which weights, numbered within the place; empty if each updates all.
     """
 
     indices: Sequence[Sequence[int]]
@@ -51,6 +53,7 @@ class DevicesOfReplica(NamedTuple):
     part: int = 0
     layer_parts: int = 1
     per_replica: int = 0
+    shards: Sequence[Sequence[ShardedVector]] = ()
 
     @property
     def place_names(self) -> list[str]:
@@ -115,8 +118,8 @@ def places_in_turn(
     return DevicesOfReplica(indices, programs, names)
 
 
-class PerDeviceReducer(Reducer):
-    """Sums the gradients of each place in a replica. Variables of several places are exchanged once, by the first.
+class PlacesReducer(Reducer):
+    """The common parts of reducers that have one reducer for each place in a replica.
 
     Args:
       reducers: One for each place, of the tensors in `indices`; all with the same exchange.
@@ -131,14 +134,15 @@ class PerDeviceReducer(Reducer):
 
     def __init__(
         self,
-        reducers: Sequence[DenseReducer | CompressedReducer],
+        reducers: Sequence[Reducer],
         replica: DevicesOfReplica,
         devices: Sequence[str],
         replicas: int,
         groups: Sequence[Group],
     ) -> None:
         self.names = replica.place_names
-        self._reducers, self._indices = list(reducers), [list(each) for each in replica.indices]
+        self._reducers: Sequence[Reducer] = list(reducers)
+        self._indices = [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
         self._programs, self._workers = list(replica.programs), groups[0].size
         self._per_replica = replica.program_count
@@ -165,42 +169,6 @@ class PerDeviceReducer(Reducer):
         """The choices of `auto` for the first place."""
         return self._reducers[0].plan_table
 
-    def reduce(
-        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sums this device's gradients, and the sidecar, over all replicas; see `Reducer`."""
-        if self._alone:
-            return list(gradients), sidecar
-
-        def merged(strategy: tf.distribute.Strategy, *values: Any) -> Any:
-            *gradients, sidecar = values
-            results = []
-            for place, reducer in enumerate(self._reducers):
-                with tf.device(self._devices[place]):
-                    own = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
-                    # The scalars for `should_apply` come first.
-                    vector = self._local_sum(strategy, sidecar, place)[: _DECISIVE if place else None]
-                    reduced, vector = reducer.reduce_on_device(own, vector, should_apply)
-                results.append((dict(zip(self._indices[place], reduced, strict=True)), vector))
-            found_here = {index for place in self._indices for index in place}
-            # Variables that no place of this worker has are empty.
-            everything: dict[int, Gradient] = {
-                index: strategy.experimental_local_results(gradient)[0]
-                for index, gradient in enumerate(gradients)
-                if index not in found_here
-            }
-            for parts, _ in reversed(results):
-                everything |= parts
-            sums = []
-            for program in range(self._per_replica):
-                found = dict(everything)
-                for number, (parts, _) in zip(self._programs, results, strict=True):
-                    found |= parts if number == program else {}
-                sums.append(([found[index] for index in range(len(gradients))], results[0][1]))
-            return self._dealt_out(strategy, sums)
-
-        return replica_context().merge_call(merged, args=(*gradients, sidecar))
-
     def sum_vector(self, vector: tf.Tensor) -> tf.Tensor:
         """The sum of a short vector over all replicas. Called in a replica context."""
 
@@ -217,6 +185,33 @@ class PerDeviceReducer(Reducer):
             return self._dealt_out(strategy, sums)
 
         return replica_context().merge_call(merged, args=(vector,))
+
+    def _by_program(
+        self, strategy: tf.distribute.Strategy, given: Sequence[Any], found: Sequence[Mapping[int, Gradient]]
+    ) -> list[list[Gradient]]:
+        """All tensors for each program of a replica.
+
+        Args:
+          strategy: The strategy.
+          given: The tensors of all programs. They are used for variables that no place of this worker has.
+          found: For each place, its tensors by index. A program without a tensor of its own gets that of another place.
+        """
+        found_here = {index for place in self._indices for index in place}
+        # Variables that no place of this worker has are empty.
+        everything: dict[int, Gradient] = {
+            index: strategy.experimental_local_results(value)[0]
+            for index, value in enumerate(given)
+            if index not in found_here
+        }
+        for parts in reversed(found):
+            everything |= parts
+        by_program = []
+        for program in range(self._per_replica):
+            own = dict(everything)
+            for number, parts in zip(self._programs, found, strict=True):
+                own |= parts if number == program else {}
+            by_program.append([own[index] for index in range(len(given))])
+        return by_program
 
     def _local_sum(self, strategy: tf.distribute.Strategy, value: Any, place: int) -> tf.Tensor:
         """The sum of a place's tensors over this worker's replicas, in their order."""
@@ -269,6 +264,34 @@ class PerDeviceReducer(Reducer):
         return self._reducers[0].observed()
 
 
+class PerDeviceReducer(PlacesReducer):
+    """Sums the gradients of each place in a replica. Variables of several places are exchanged once, by the first."""
+
+    _reducers: Sequence[DenseReducer | CompressedReducer]
+
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums this device's gradients, and the sidecar, over all replicas; see `Reducer`."""
+        if self._alone:
+            return list(gradients), sidecar
+
+        def merged(strategy: tf.distribute.Strategy, *values: Any) -> Any:
+            *gradients, sidecar = values
+            results = []
+            for place, reducer in enumerate(self._reducers):
+                with tf.device(self._devices[place]):
+                    own = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
+                    # The scalars for `should_apply` come first.
+                    vector = self._local_sum(strategy, sidecar, place)[: _DECISIVE if place else None]
+                    reduced, vector = reducer.reduce_on_device(own, vector, should_apply)
+                results.append((dict(zip(self._indices[place], reduced, strict=True)), vector))
+            by_program = self._by_program(strategy, gradients, [parts for parts, _ in results])
+            return self._dealt_out(strategy, [(sums, results[0][1]) for sums in by_program])
+
+        return replica_context().merge_call(merged, args=(*gradients, sidecar))
+
+
 def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
     """Refuses residuals of parts that the devices of this run do not have.
 
@@ -281,7 +304,7 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
       ConfigError: The saved run had another model axis.
     """
     saved = {found[0] for found in map(_NAME.match, read(0)) if found}
-    own = {*reducer.names} if isinstance(reducer, PerDeviceReducer) else set()
+    own = {*reducer.names} if isinstance(reducer, PlacesReducer) else set()
     if (saved and saved != own) or (own and not saved and residuals.has_pending(workers, read)):
         on_workers = any(name.startswith("part_of_") for name in saved)
         before = "on other workers" if on_workers else f"of {len(saved) or 'one'} device{'s' * (len(saved) > 1)} each"
@@ -289,6 +312,22 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
             f"--mesh: the saved run had replicas {before}, and its residuals belong to their parts of the weights. "
             "Resume with the previous --mesh, or start in another --workdir with --warm_start."
         )
+
+
+def groups_of_places(
+    group: Group, strategy: tf.distribute.Strategy, replica: DevicesOfReplica
+) -> tuple[list[str], list[Group]]:
+    """For each place in a replica, its device in this worker's first replica, and its group of all workers' devices.
+
+    Args:
+      group: The workers that hold the same parts of a replica.
+      strategy: The strategy of this worker's devices.
+      replica: How a replica is divided over them.
+    """
+    running = strategy.extended.worker_devices
+    devices = [*(replica.devices or [running[program] for program in replica.programs])]
+    numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
+    return devices, [group_of_place(place, group, device) for place, device in numbered]
 
 
 def per_device_reducer(
@@ -310,9 +349,7 @@ def per_device_reducer(
       replica: How a replica is divided over them.
     """
     running = strategy.extended.worker_devices
-    devices = replica.devices or [running[program] for program in replica.programs]
-    numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
-    groups = [group_of_place(place, group, device) for place, device in numbered]
+    devices, groups = groups_of_places(group, strategy, replica)
     measured = None
     if group.size > 1 and spec.algorithm.measure:
         # Once, by all workers at the same time: the parts of a replica must encode what they share alike.

@@ -288,18 +288,33 @@ def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ..
     build_of_class = optimizer.build
 
     @functools.wraps(build_of_class)
-    def build_excluding(variables: Sequence[keras.Variable]) -> None:
+    def build_excluding(variables: Sequence[keras.Variable], every: Sequence[keras.Variable] = ()) -> None:
         if not optimizer.built:
-            chosen = [variable for variable in variables if path_contains(variable, parts)]
-            if optimizer.weight_decay and len(chosen) == len(variables):
+            every = every or variables
+            if optimizer.weight_decay and all(path_contains(variable, parts) for variable in every):
                 raise ConfigError(
                     f"--weight_decay_exclude={','.join(parts)} excludes every variable, so --weight_decay="
-                    f"{optimizer.weight_decay} would do nothing. Paths look like {variables[0].path!r}."
+                    f"{optimizer.weight_decay} would do nothing. Paths look like {every[0].path!r}."
                 )
+            chosen = [variable for variable in variables if path_contains(variable, parts)]
             optimizer.exclude_from_weight_decay(var_list=chosen)
         build_of_class(variables)
 
     keras_internals.set_untracked(optimizer, build=build_excluding, _tfpar_excluded_parts=parts)
+
+
+def build_for_some(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], every: Sequence[keras.Variable]
+) -> None:
+    """Builds an optimizer for some weights of a model; weight decay may exclude all of these.
+
+    Args:
+      optimizer: Not yet built.
+      variables: The variables that it updates.
+      every: All weights of the model.
+    """
+    excludes = getattr(optimizer, "_tfpar_excluded_parts", None)
+    optimizer.build(variables, **({"every": every} if excludes else {}))
 
 
 def path_contains(variable: keras.Variable, parts: Iterable[str]) -> bool:

@@ -114,8 +114,12 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
                 )
     elif strategy.stages:
         parse_beginnings(strategy.stages, mesh.pipeline * strategy.stages_per_device)
+    if train.shard != "none" and (mesh.pipeline > 1 or (mesh.model > 1 and train.shard != "optimizer")):
+        raise ConfigError(
+            f"--shard={train.shard} does not work yet with --mesh={strategy.mesh}. Use --shard=optimizer with data and "
+            "model axes alone, or leave one of them out."
+        )
     for name, value, idle in (
-        ("shard", train.shard, "none"),
         ("lora", train.lora, ""),
         ("exchange_retune_every", exchange.exchange_retune_every, 0),
     ):

@@ -185,7 +185,7 @@ def _blocks(variable: keras.Variable, copy: int) -> Iterator[np.ndarray]:
         rows = 0
         for block in _block_shapes(variable, None):
             taken = slice(rows, rows := rows + block[0]) if block else ...
-            yield _copies(variable)[copy][taken].numpy()
+            yield copies_of(variable)[copy][taken].numpy()
     elif split.in_order:
         here = (part.numpy() for part in _parts(variable, copy // split.size))
         for rank, part in enumerate(_sent_parts(variable, split, peers) if peers else here):
@@ -211,6 +211,19 @@ def _dtype(variable: keras.Variable) -> Any:
     return tf.as_dtype(variable.dtype).as_numpy_dtype
 
 
+def whole_of_parts(variable: keras.Variable, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Joins other values of the parts of a divided variable. Workers that share a replica call it together.
+
+    Args:
+      variable: The variable.
+      parts: The parts of the devices `ranks_here`.
+    """
+    split, peers = split_of(variable), peers_of(variable)
+    assert split is not None
+    stacked = np.stack(parts)
+    return split.joined([*np.concatenate(peers.agreement.gather_arrays(stacked) if peers else [stacked])])
+
+
 def whole_here(variable: keras.Variable, replica: int = 0) -> np.ndarray:
     """Returns a copy of the whole value of a variable that this worker has, or all parts of it. Needs no communication.
 
@@ -227,7 +240,7 @@ def ranks_here(variable: keras.Variable) -> range:
     """Returns the ranks of the devices whose parts of a divided variable this worker holds, for its first replica."""
     split, peers = split_of(variable), peers_of(variable)
     assert split is not None
-    parts = len(_copies(variable))
+    parts = len(copies_of(variable))
     return range(peers.rank * parts, (peers.rank + 1) * parts) if peers else range(split.size)
 
 
@@ -278,7 +291,7 @@ def assign_parts(variable: keras.Variable, value_of: Callable[[int | None], Any]
             variable.assign(value_of(None))
         return
     peers = peers_of(variable)
-    values = _copies(variable)
+    values = copies_of(variable)
     first = peers.rank * len(values) if peers else 0
     for place, part in enumerate(values, start=first):
         part.assign(tf.cast(value_of(place % split.size), part.dtype))
@@ -334,7 +347,7 @@ def _filled(split: Split | FlatSplit, slot: keras.Variable) -> Split | FlatSplit
     """
     if not isinstance(split, Split) or not split.padding:
         return split
-    return dataclasses.replace(split, fill=float(np.ravel(_copies(slot)[0].numpy())[0]))
+    return dataclasses.replace(split, fill=float(np.ravel(copies_of(slot)[0].numpy())[0]))
 
 
 def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
@@ -347,11 +360,11 @@ def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) 
 
 def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
     """Returns the parts on this worker: all parts of one of its replicas, or its parts of a shared replica."""
-    split, parts = split_of(variable), _copies(variable)
+    split, parts = split_of(variable), copies_of(variable)
     assert split is not None
     return parts if peers_of(variable) else parts[replica * split.size : (replica + 1) * split.size]
 
 
-def _copies(variable: keras.Variable) -> Sequence[Any]:
+def copies_of(variable: keras.Variable) -> Sequence[Any]:
     """Returns this worker's copies of a variable; a worker with one device may have a plain variable."""
     return getattr(variable.value, "values", (variable.value,))

@@ -129,7 +129,7 @@ class Program:
             core = placing.core_class(*parts, unrolls=placing.several)
         check_precision(built, config.precision.precision, announced=reports)
         weights, topology = built.trainable_variables, placing.topology or runtime.topology
-        share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy)
+        share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy, placing.exchanged(built))
         keras_optimizer = share.optimizer if share else placing.optimizer(optimizer, config, built, strategy)
         program = cls(
             *(config, topology, strategy, core, keras_optimizer),
@@ -296,7 +296,7 @@ class Program:
             if self.placing.own_step:
                 raise ConfigError(f"{self.placing.own_step} is for steps of supervised training alone. Leave it out.")
             return own
-        return sharded_step(self.share) if self.share else self.placing.step_class(self.model)
+        return sharded_step(self.share, self.placing.axis) if self.share else self.placing.step_class(self.model)
 
     @functools.cached_property
     def rounds(self) -> AnyRounds | None:
@@ -372,8 +372,7 @@ class Program:
                 **exchanging_workers(self.topology, self._device_of_rounds),
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
-                **self.placing.exchange_arguments(self.model),
-                **(self.share.exchanged() if self.share else {}),
+                **self.placing.exchange_arguments(self.model) | (self.share.exchanged() if self.share else {}),
             )
             self.exchange.gathered = self.placing.gathered(self.model, self.config)
             self.rounds  # noqa: B018 - all workers make its variables here

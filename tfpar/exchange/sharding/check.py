@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import spec as specs
-from tfpar.exchange.sharding.reducer import check_exchange
+from tfpar.exchange.sharding.codecs import check_exchange
 from tfpar.parallel.topology import Topology
 
 

@@ -26,17 +26,29 @@ from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, replica_context, sum_local
 from tfpar.exchange.registry import Spec
 from tfpar.exchange.residuals import LAYOUT
+from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.phases import ShardPhases
 from tfpar.exchange.sharding.shards import ShardedVector
-from tfpar_ops import Codec
-from tfpar_ops.formats import FORMATS
 
 import numpy as np
 import tensorflow as tf
 
 # New values of the pieces of each vector, and of the tensors without an owner, from the sums of their gradients.
 Update = Callable[..., tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]]
-Norm = Callable[[Sequence[tf.Tensor]], tf.Tensor]
+
+
+class Norms(NamedTuple):
+    """How norms are computed.
+
+    Attributes:
+      of: The L2 norm over tensors.
+      joined: The L2 norm over all devices of a replica, from those of the places of this worker.
+    """
+
+    of: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+    joined: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+
+
 # The sums of this worker's shards, for each vector, in a step of this number.
 Scatter = Callable[[tf.Tensor], list[tf.Tensor]]
 
@@ -57,60 +69,20 @@ class Scattered(NamedTuple):
     finite: tf.Tensor
 
 
-_PATTERNS = ("two_phase", "hierarchical")
-# Blocks of a format with a mean scale may not cross tensors, as they do here; one that keeps some elements is untried.
-_FORMATS = [name for name, entry in FORMATS.items() if not entry.mean_scale and not entry.keeps]
-
-
-def sharded_codec(spec: Spec) -> Codec | None:
-    """The codec of a sharded exchange; None if nothing is encoded.
-
-    Raises:
-      ConfigError: This exchange does not sum a gradient at one worker, from which new weights could go out.
-    """
-    if not spec.compresses:
-        return None
-    options = spec.options
-    codec = options.codec
-    if codec is None or options.pattern_name not in _PATTERNS or options.warmup_steps or codec.kind not in _FORMATS:
-        raise ConfigError(
-            f"--exchange={spec.text} does not work with --shard, which needs one owner of each gradient's "
-            f"sum, and sends weights back through the codec. Use none, {', '.join(_FORMATS)}, with pattern=two_phase "
-            "and without warmup_steps."
-        )
-    return codec
-
-
-def check_exchange(spec: Spec, shard: str) -> None:
-    """Refuses an exchange between workers that does not work with this value of `--shard`.
-
-    Args:
-      spec: The exchange.
-      shard: The value of `--shard`, not `none`.
-
-    Raises:
-      ConfigError: See `sharded_codec`; or weights are sharded, and the exchange encodes.
-    """
-    if shard != "weights":
-        sharded_codec(spec)
-    elif spec.compresses:
-        raise ConfigError(
-            f"--exchange={spec.text} does not work with --shard=weights: every replica would keep a residual of full "
-            "size, and weights are gathered without a codec. Use --exchange=none, or --shard=gradients."
-        )
-
-
 class ShardedReducer(Reducer):
     """Sums gradients at their owners, which update their weights, and gathers the new weights.
 
     Args:
       spec: The exchange.
       shapes: Static shapes of all tensors.
-      vectors: The tensors that are sharded. The others are sent dense, and every worker updates them.
+      vectors: The tensors that are sharded; exact ones last. The others are sent dense, and every worker updates them.
       group: All workers.
       device: Where the exchange runs.
       seed: Seed of stochastic rounding.
       micro_batches: Number of micro-batches of a step, each of which is scattered; 0: whole steps are scattered.
+
+    Attributes:
+      whole: Indices of the tensors without an owner.
 
     Raises:
       ConfigError: See `sharded_codec`.
@@ -135,7 +107,7 @@ class ShardedReducer(Reducer):
         self._group = group
         self._device = device
         sharded = {index for vector in vectors for index in vector.indices}
-        self._whole = [index for index in range(len(shapes)) if index not in sharded]
+        self.whole = [index for index in range(len(shapes)) if index not in sharded]
         self._small_instance, self._norm_instance = allocate_instance_keys(2, group)
         with tf.device(device):
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
@@ -143,11 +115,11 @@ class ShardedReducer(Reducer):
                 ShardPhases(
                     vector,
                     shapes,
-                    self._codec,
+                    None if vector.exact else self._codec,
                     group,
                     buckets.bucket_seed(seed, number),
                     f"shards_{number}",
-                    error_feedback=self._codec is not None and spec.options.error_feedback,
+                    error_feedback=self._codec is not None and not vector.exact and spec.options.error_feedback,
                 )
                 for number, vector in enumerate(vectors)
             ]
@@ -166,7 +138,7 @@ class ShardedReducer(Reducer):
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Not supported: no worker has all sums."""
-        raise NotImplementedError("with sharded optimizer state, call update_shards")
+        raise not_summed_here()
 
     def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
         """Sends the gradients of one micro-batch to their owners. Called in a replica context.
@@ -180,7 +152,7 @@ class ShardedReducer(Reducer):
           number: Of the micro-batch, from 0.
         """
         finite = [tfpar_ops.norm_squared([gradients[index] for index in one.vector.indices])[1] for one in self._shards]
-        whole = [gradients[index] for index in self._whole]
+        whole = [gradients[index] for index in self.whole]
 
         def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
             with tf.device(self._device):
@@ -206,7 +178,7 @@ class ShardedReducer(Reducer):
         weights: Sequence[tf.Tensor],
         should_apply: ShouldApply,
         update: Update,
-        norm: Norm,
+        norms: Norms,
         wants_norm: tf.Tensor | None,
         arguments: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
@@ -217,9 +189,9 @@ class ShardedReducer(Reducer):
           sidecar: Float32 vector, summed exactly.
           weights: The weights, the same on every replica.
           should_apply: Tells from the summed sidecar whether to update.
-          update: Runs once per worker: `(sums of the pieces of each vector, sums of the other tensors by index, summed
-            sidecar, norm, *arguments)` to new values of the same.
-          norm: L2 norm over tensors.
+          update: Runs once per worker and place in a replica: `(number of the place, sums of the pieces of each vector,
+            sums of the other tensors by index, summed sidecar, norm, *arguments)` to new values of the same sums.
+          norms: How norms are computed.
           wants_norm: Bool scalar: whether the norm of all sums is needed; None: always. Else it is zero.
           arguments: Further tensors for `update`.
 
@@ -234,12 +206,13 @@ class ShardedReducer(Reducer):
             with tf.device(self._device):
                 scatter, whole = self._of_worker(strategy, gradients)
                 own = [_first(strategy, value) for value in weights]
-                vector, small = self._reduce_whole(whole, sum_local(strategy, sidecar))
+                vector, small = self.reduce_whole(whole, sum_local(strategy, sidecar))
 
                 def apply() -> Any:
                     given = [_first(strategy, value) for value in arguments]
-                    with_arguments: Update = lambda *sums: update(*sums, *given)  # noqa: E731
-                    return self._apply(scatter, small, vector, own, with_arguments, norm, _first(strategy, wanted))
+                    shards, wants = scatter(local_copy(self._step).read_value()), _first(strategy, wanted)
+                    size = tf.cond(wants, lambda: self.norm_of(shards, small, norms), lambda: tf.zeros([]))
+                    return self.updated(0, shards, small, own, update, (vector, size, *given)), size
 
                 new, size = tf.cond(should_apply(vector), apply, lambda: (own, tf.zeros([])))
                 return new, vector, size
@@ -263,29 +236,41 @@ class ShardedReducer(Reducer):
 
             return known, [sum_local(strategy, gradient) for gradient in gradients.whole]
         summed = [sum_local(strategy, gradient) for gradient in gradients]
-        return lambda step: [one.scatter(summed, step) for one in self._shards], [summed[each] for each in self._whole]
+        return lambda step: [one.scatter(summed, step) for one in self._shards], [summed[each] for each in self.whole]
 
-    def _apply(
+    def scattered(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends this worker's gradients to their owners; returns the sums of its own shards. Changes residuals."""
+        step = local_copy(self._step).read_value()
+        return [one.scatter(sums, step) for one in self._shards]
+
+    def norm_of(self, shards: Sequence[tf.Tensor], small: Mapping[int, tf.Tensor], norms: Norms) -> tf.Tensor:
+        """The norm over the sums of all workers' shards, and over those of the tensors without an owner."""
+        own = tf.reshape(norms.of(shards), [1]) if shards else tf.zeros([1])
+        return norms.of([self._group.all_gather(own, self._norm_instance), *small.values()])
+
+    def updated(
         self,
-        scatter: Scatter,
+        place: int,
+        shards: Sequence[tf.Tensor],
         small: dict[int, tf.Tensor],
-        sidecar: tf.Tensor,
         weights: Sequence[tf.Tensor],
         update: Update,
-        norm: Norm,
-        wants_norm: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        arguments: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """Updates this worker's pieces, and gathers the new weights.
+
+        Args:
+          place: The first argument of `update`.
+          shards: From `scattered`.
+          small: The second result of `reduce_whole`.
+          weights: The weights before.
+          update: See `update_shards`.
+          arguments: Its further arguments.
+        """
         counter = local_copy(self._step)
         step = counter.read_value()
-        shards = scatter(step)
-
-        def of_all() -> tf.Tensor:
-            own = tf.reshape(norm(shards), [1]) if shards else tf.zeros([1])
-            return norm([self._group.all_gather(own, self._norm_instance), *small.values()])
-
-        size = tf.cond(wants_norm, of_all, lambda: tf.zeros([]))
         sums = [one.cut(shard) for one, shard in zip(self._shards, shards, strict=True)]
-        pieces, whole = update(sums, small, sidecar, size)
+        pieces, whole = update(place, sums, small, *arguments)
         new = list(weights)
         for index, value in whole.items():
             new[index] = value
@@ -294,19 +279,21 @@ class ShardedReducer(Reducer):
                 new[index] = value
         with tf.control_dependencies(new):
             counter.assign_add(1, read_value=False)
-        return new, size
+        return new
 
-    def _reduce_whole(
+    def reduce_whole(
         self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor
     ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
         """Dense sums of the sidecar and of tensors without an owner; first, because they decide whether the step is
         applied."""
+        if not gradients and sidecar.shape[0] == 0:
+            return sidecar, {}
         parts = [tf.reshape(gradient, [-1]) for gradient in gradients]
         reduced = self._group.all_reduce(tf.concat([sidecar, *parts], axis=0), self._small_instance)
-        sizes = [self._sizes[index] for index in self._whole]
+        sizes = [self._sizes[index] for index in self.whole]
         vector, *parts = tf.split(reduced, [reduced.shape[0] - sum(sizes), *sizes])
         return vector, {
-            index: tf.reshape(part, self._shapes[index]) for index, part in zip(self._whole, parts, strict=True)
+            index: tf.reshape(part, self._shapes[index]) for index, part in zip(self.whole, parts, strict=True)
         }
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
@@ -314,7 +301,7 @@ class ShardedReducer(Reducer):
         workers = self._group.size
         if workers == 1:
             return dense_traffic(sum(self._sizes), replicas, sidecar_length)
-        small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._whole))
+        small = 4 * (sidecar_length + sum(self._sizes[index] for index in self.whole))
         payload = sum(one.payload_bytes for one in self._shards)
         scattered = max(self._micro_batches, 1) * payload
         dense = dense_traffic(sum(self._sizes), workers, sidecar_length)
@@ -327,7 +314,12 @@ class ShardedReducer(Reducer):
         )
 
     def export(self) -> dict[str, np.ndarray]:
-        """The count of exchanges; of each vector its layout and its residual, tensors in the order of their indices."""
+        """The count of exchanges; of each vector its layout and its residual, tensors in the order of their indices.
+
+        Nothing if nothing is encoded and no residual is left.
+        """
+        if not self.compresses and not any(one.state for one in self._shards):
+            return {}
         arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
         for number, one in enumerate(self._shards):
             arrays[f"{number}/{LAYOUT}"] = np.array([one.vector.elements, one.vector.worker_elements, 0], np.int64)
@@ -354,7 +346,8 @@ class ShardedReducer(Reducer):
         self._load(vector)
 
     def _load(self, vector: np.ndarray) -> None:
-        elements = sum(one.vector.elements for one in self._shards)
+        encoded = [one for one in self._shards if not one.vector.exact]
+        elements = sum(one.vector.elements for one in encoded)
         if not vector.any() and vector.size != elements:
             return
         if vector.size != elements:
@@ -364,10 +357,15 @@ class ShardedReducer(Reducer):
                 "previous --exchange, or start in another workdir."
             )
         begin = 0
-        for one in self._shards:
+        for one in encoded:
             part = vector[begin : begin + one.vector.elements].astype(np.float32)
             begin += one.vector.elements
             one.load(one.vector.from_tensor_order(part))
+
+
+def not_summed_here() -> NotImplementedError:
+    """The error for a sum of all gradients, which sharded optimizer state does without."""
+    return NotImplementedError("with sharded optimizer state, call update_shards")
 
 
 def _first(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:

@@ -45,12 +45,14 @@ class ShardedVector:
       shard_elements: S; a multiple of the block of the codec.
       segments: The contents of the vector, in order: index of a tensor, or -1 for padding, and number of elements.
       per_worker: Replicas of a worker.
+      exact: Whether no codec encodes it.
     """
 
     owners: int
     shard_elements: int
     segments: tuple[tuple[int, int], ...]
     per_worker: int = 1
+    exact: bool = False
 
     @property
     def workers(self) -> int:
@@ -103,7 +105,14 @@ class ShardedVector:
 
 
 def evenly(
-    indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, bucket_bytes: int, per_worker: int = 1
+    indices: Sequence[int],
+    sizes: Sequence[int],
+    owners: int,
+    *,
+    block: int,
+    bucket_bytes: int,
+    per_worker: int = 1,
+    exact: bool = False,
 ) -> list[ShardedVector]:
     """Buckets of consecutive tensors, each cut into equal shards, also within tensors.
 
@@ -116,6 +125,7 @@ def evenly(
       block: Elements of a block of the codec, in whole numbers of which a shard is.
       bucket_bytes: Tensors share a bucket up to this many bytes of float32.
       per_worker: Replicas of a worker.
+      exact: Whether no codec encodes them.
     """
     vectors = []
     for group in group_indices(indices, sizes, bucket_bytes):
@@ -124,7 +134,7 @@ def evenly(
             shard = -(-math.ceil(elements / block) // owners) * block
             padding = owners * shard - elements
             segments = [(index, sizes[index]) for index in group] + ([(-1, padding)] if padding else [])
-            vectors.append(ShardedVector(owners, shard, tuple(segments), per_worker))
+            vectors.append(ShardedVector(owners, shard, tuple(segments), per_worker, exact))
     return vectors
 
 

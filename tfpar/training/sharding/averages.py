@@ -10,12 +10,14 @@ import contextlib
 from collections.abc import Iterator
 
 from tfpar.collectives.agreement import WorkerAgreement
-from tfpar.collectives.tensorflow import world_group
+from tfpar.collectives.tensorflow import new_group
 from tfpar.optim import optimizers
-from tfpar.parallel.split import assign_whole, whole
+from tfpar.parallel.split import assign_whole, whole, whole_of_parts
 from tfpar.parallel.topology import Topology
 from tfpar.training.model.averages import MovingAverages
-from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
+from tfpar.training.sharding.optimizer import OwnShare
+from tfpar.training.sharding.place_share import PlaceShare
+from tfpar.training.sharding.replica_share import ReplicaShare
 
 import keras
 import numpy as np
@@ -27,12 +29,12 @@ class SharedAverages(MovingAverages):
     Args:
       model: Its trainable weights are in shards.
       share: This worker's share of them.
-      topology: All workers.
+      topology: The topology of the run.
     """
 
     def __init__(self, model: keras.Model, share: OwnShare, topology: Topology) -> None:
         super().__init__(model, share.optimizer)
-        group = world_group(topology.workers, max(topology.worker, 0))
+        group = new_group(topology.workers_alike, max(topology.worker, 0))
         self._share, self._agreement = share, WorkerAgreement(group, "gathering moving averages")
         self._shown = False
 
@@ -44,20 +46,32 @@ class SharedAverages(MovingAverages):
         """See `MovingAverages`."""
         if not self.exist:
             return
-        share = self._share
-        for number, vector in enumerate(share.vectors):
-            own = np.concatenate([_shard_of(owner, number, vector.shard_elements) for owner in share.replicas])
+        parts: dict[int, dict[int, np.ndarray]] = {}
+        for place in self._share.places:
+            for index, average in self._of_place(place):
+                part = place.parts[index]
+                if part.split is None:
+                    yield place.variables[index], average
+                else:
+                    parts.setdefault(part.index, {})[part.rank] = average
+        for index, found in parts.items():
+            variable = self._share.variables[index]
+            yield variable, whole_of_parts(variable, [found[rank] for rank in sorted(found)])
+
+    def _of_place(self, place: PlaceShare) -> Iterator[tuple[int, np.ndarray]]:
+        """The averages of what the devices of a place have of their weights, with the number of the weight there."""
+        for number, vector in enumerate(place.vectors):
+            own = np.concatenate([_shard_of(owner, number, vector.shard_elements) for owner in place.replicas])
             flat = np.concatenate(self._agreement.gather_arrays(own))
             start = 0
             for index, size in vector.segments:
                 if index >= 0:
-                    variable = share.variables[index]
-                    yield variable, flat[start : start + size].reshape(variable.shape)
+                    yield index, flat[start : start + size].reshape(place.variables[index].shape)
                 start += size
-        first = share.replicas[0]
-        for index, average in zip(share.whole, _averages(first)[len(first.variables) :], strict=True):
+        first = place.replicas[0]
+        for index, average in zip(place.whole, _averages(first)[len(first.variables) :], strict=True):
             if average is not None:
-                yield share.variables[index], average.numpy()
+                yield index, average.numpy()
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -81,7 +95,7 @@ class SharedAverages(MovingAverages):
 def _shard_of(owner: ReplicaShare, number: int, elements: int) -> np.ndarray:
     """The averages of a replica's pieces of one vector, end to end as in its shard, with zeros in place of padding."""
     shard, filled = np.zeros(elements, np.float32), 0
-    for (vector, _), average in zip(owner.places, _averages(owner), strict=False):
+    for (vector, _), average in zip(owner.positions, _averages(owner), strict=False):
         if vector == number and average is not None:
             values = average.numpy().reshape(-1)
             shard[filled : filled + values.size] = values

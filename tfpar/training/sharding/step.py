@@ -1,21 +1,26 @@
-"""The training step with sharded state: parts 3 to 5 of `TrainStep` in one exchange."""
+"""The training steps with sharded state: parts 3 to 5 of `TrainStep` in one exchange."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.exchange.sharding.reducer import Scattered
+from tfpar.exchange.sharding.reducer import Norms, Scattered
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compiled
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.training import norms
 from tfpar.training.objective import LocalSums, Tensors
-from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
+from tfpar.training.sharding.optimizer import OwnShare
+from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sidecar import Reduced, should_apply
 from tfpar.training.step import TrainStep
+from tfpar.training.tensor_parallel.step import DividedStep
 
+import keras
 import tensorflow as tf
 
 
@@ -58,7 +63,7 @@ class ShardedStep(TrainStep):
             weights,
             should_apply=should_apply,
             update=self._update_share,
-            norm=self._norm,
+            norms=Norms(norms.l2_norm, self._joined_norm),
             wants_norm=None if self._clip_norm else wants_norm,
             arguments=[step, lr_multiplier],
         )
@@ -70,8 +75,14 @@ class ShardedStep(TrainStep):
         )
         return Reduced(vector, self._factor_and_norm(vector, norm)[1], exchanged, done)
 
+    def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The norm over all devices of a replica, from the norms of the places of this worker."""
+        [norm] = found
+        return norm
+
     def _update_share(
         self,
+        place: int,
         sums: list[Tensors],
         whole: dict[int, tf.Tensor],
         vector: tf.Tensor,
@@ -79,35 +90,41 @@ class ShardedStep(TrainStep):
         step: tf.Tensor,
         lr_multiplier: tf.Tensor,
     ) -> tuple[list[Tensors], dict[int, tf.Tensor]]:
-        """Updates the pieces of this worker's replicas and the weights that all update. Runs once per worker."""
-        share = self._share
+        """Updates the pieces of this worker's replicas at one place, and the weights that all update. Runs once per
+        worker and place."""
+        share = self._share.places[place]
         factor, _ = self._factor_and_norm(vector, norm)
         rate = self.learning_rate(step, lr_multiplier)
         new: list[Tensors] = [list(gradients) for gradients in sums]
         new_whole: dict[int, tf.Tensor] = {}
         for owner in share.replicas:
             indices = share.whole if owner is share.replicas[0] else []
-            gradients = [sums[number][place] for number, place in owner.places]
+            gradients = [sums[number][index] for number, index in owner.positions]
+            others = [share.variables[index] for index in indices], [whole[index] for index in indices]
             with tf.device(owner.device):
-                values = self._update_replica(
-                    owner, gradients, {index: whole[index] for index in indices}, factor, rate
-                )
-            for (number, place), value in zip(owner.places, values, strict=False):
-                new[number][place] = value
-            new_whole |= dict(zip(indices, values[len(owner.places) :], strict=True))
+                values = self._update_replica(owner, gradients, *others, factor, rate)
+            for (number, index), value in zip(owner.positions, values, strict=False):
+                new[number][index] = value
+            new_whole |= dict(zip(indices, values[len(owner.positions) :], strict=True))
         return new, new_whole
 
     def _update_replica(
-        self, owner: ReplicaShare, gradients: Tensors, whole: dict[int, tf.Tensor], factor: tf.Tensor, rate: tf.Tensor
+        self,
+        owner: ReplicaShare,
+        gradients: Tensors,
+        others: Sequence[keras.Variable],
+        gradients_of_others: Tensors,
+        factor: tf.Tensor,
+        rate: tf.Tensor,
     ) -> Tensors:
-        """Updates the pieces of one replica; returns their new values and those of `whole`, which it does not
+        """Updates the pieces of one replica; returns their new values and those of `others`, which it does not
         assign."""
-        others = [replica.first(self.core.model.trainable_variables[index]) for index in whole]
         if not owner.variables and not others:
             return []
         common = [replica.first(variable) for variable in owner.common_variables()]
-        values, state = ([variable.read_value() for variable in variables] for variables in (others, common))
-        new, state = self._share_updates[id(owner)](gradients, values, list(whole.values()), state, factor, rate)
+        values = [replica.first(variable).read_value() for variable in others]
+        state = [variable.read_value() for variable in common]
+        new, state = self._share_updates[id(owner)](gradients, values, gradients_of_others, state, factor, rate)
         with tf.control_dependencies(replica.assign(common, state)):
             return [tf.identity(value) for value in new]
 
@@ -185,6 +202,33 @@ class ScatteringStep(ShardedStep):
         return tf.where(gradients.finite, norm, float("nan"))  # a codec may have turned NaN into numbers
 
 
-def sharded_step(share: OwnShare) -> Callable[..., ShardedStep]:
-    """The constructor of the step for this kind of share; takes the arguments of `TrainStep`."""
+class DividedShardedStep(ShardedStep, DividedStep):
+    """A sharded step of replicas whose layers are divided over a model axis.
+
+    Args:
+      share: This worker's share, with its optimizers.
+      axis: The devices of this worker's replicas.
+      *args: See `TrainStep`.
+      **kwargs: See `TrainStep`.
+    """
+
+    def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+        """See `ShardedStep`. If a replica spans workers, all of them have its whole weights, which count once."""
+        squares = [tf.square(norm) for norm in found]
+        if self._axis.spans_workers:
+            of_parts = [square for square, place in zip(squares, self._share.places, strict=True) if place.divided]
+            of_whole = [square for square, place in zip(squares, self._share.places, strict=True) if not place.divided]
+            squares = [*of_whole, self._axis.sum_of_worker(tf.add_n(of_parts))]
+        return tf.sqrt(tf.add_n(squares))
+
+
+def sharded_step(share: OwnShare, axis: ModelAxis | None) -> Callable[..., ShardedStep]:
+    """The constructor of the step for this kind of share; takes the arguments of `TrainStep`.
+
+    Args:
+      share: This worker's share.
+      axis: The devices that divide the layers of replicas; None if a replica has one device.
+    """
+    if axis:
+        return functools.partial(DividedShardedStep, share, axis)
     return functools.partial(ScatteringStep if share.scatters else ShardedStep, share)

@@ -1,0 +1,103 @@
+"""Sharded optimizer state beside a model axis: the numbers of one device, a share of the state, saved for any mesh.
+
+Between workers: tests/integration/test_tensor_parallel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+from typing import Any
+
+from tests.integration.scripts import divided
+from tests.training.test_tensor_parallel import assert_as_alone
+from tfpar.parallel.split import shape_of, split_of
+
+import keras
+import numpy as np
+import pytest
+
+SHARD = {"shard": "optimizer"}
+TWICE = {"accumulate_steps": 2}
+
+
+def on(mesh: str, devices: int, **options: Any) -> Any:
+    return divided.here("mirrored", mesh, devices, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "devices", "options"),
+    [
+        ("dense", "data:2,model:2", 4, {**TWICE, "ema": 0.9}),
+        ("uneven_vocabulary", "data:2,model:2", 4, {"optimizer": "ftrl", "steps": 6}),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in [
+                ("dense", "data:3,model:2", 6, {"jit_compile": "auto"}),
+                ("dense", "data:2,model:4", 8, TWICE),
+                ("attention", "data:2,model:2", 4, {"ema": 0.9}),
+                ("language_model", "data:2,model:2", 4, {**TWICE, "recompute": "blocks"}),
+                ("language_model", "data:2,model:2", 4, {"sequence_parallel": True}),
+                ("vit", "data:2,model:2", 4, TWICE),
+                ("gpt2", "data:2,model:2", 4, TWICE),
+                ("grouped_query", "data:2,model:2", 4, TWICE),
+            ]
+        ),
+    ],
+)
+def test_equal_one_device(model, mesh, devices, options):
+    trainer = on(mesh, devices, model=model, **SHARD, **options)
+    same = ("accumulate_steps", "ema", "optimizer", "steps")
+    assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
+
+
+def test_each_device_has_the_state_of_its_share():
+    """Of its parts of divided weights, and of large whole ones, each replica a half; of small whole ones, all."""
+    trainer = on("data:2,model:2", 4, steps=1, **SHARD)
+    weights = trainer.model.trainable_variables
+    parts = [math.prod(each.shape) for each in weights if split_of(each)]
+    whole = [math.prod(each.shape) for each in weights if not split_of(each)]
+    assert max(whole) < 1024
+    assert 0 < sum(parts) < sum(math.prod(shape_of(each)) for each in weights if split_of(each))
+    first, second = (
+        [replica.optimizer.variables for replica in place.replicas] for place in trainer.program.share.places
+    )
+    slots = [
+        [sum(math.prod(each.shape) for each in variables if each.shape) for variables in row] for row in (first, second)
+    ]
+    odd = 2 * 2  # of two moments, in each of two vectors
+    for found, expected in zip(slots, [(2 * sum(whole), 0), (0, 0)], strict=True):
+        for own, more in zip(found, expected, strict=True):
+            assert abs(own - sum(parts) - more) <= odd
+
+
+@pytest.mark.parametrize("first", [("data:2,model:2", 4, SHARD), ("", 3, SHARD), ("model:2", 2, {})], ids=str)
+def test_resumed_on_other_devices(first, tmp_path):
+    """What one has saved, others continue: as many replicas, other meshes, one device."""
+    options = {"steps": 12, "ema": 0.9, "workdir": str(tmp_path / "run")}
+    mesh, devices, shard = first
+    on(mesh, devices, stop_after=4, **shard, **options)
+    others = [("data:2,model:2", 4, SHARD), ("data:2,model:2", 4, {}), ("", 2, SHARD), ("one", 1, {})]
+    for number, (mesh, devices, shard) in enumerate(others):
+        copy = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "run", copy)
+        own = {**options, **shard, "workdir": str(copy)}
+        trainer = divided.here(**own) if mesh == "one" else on(mesh, devices, **own)
+        assert_as_alone(trainer, "dense", steps=12, ema=0.9)
+        exported = keras.saving.load_model(copy / "model.keras", compile=False).get_weights()
+        for one, other in zip(exported, averages_of_alone(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@functools.cache
+def averages_of_alone() -> list[np.ndarray]:
+    return [each.numpy() for each in divided.here(steps=12, ema=0.9).program.eval_weights()]
+
+
+def test_resumed_to_the_same_bits(tmp_path):
+    once = divided.weights_of(on("data:2,model:2", 4, steps=9, **SHARD, **TWICE))
+    saved = {**SHARD, **TWICE, "steps": 9, "workdir": str(tmp_path / "run")}
+    on("data:2,model:2", 4, stop_after=4, **saved)
+    for name, value in divided.weights_of(on("data:2,model:2", 4, **saved)).items():
+        np.testing.assert_array_equal(value, once[name], err_msg=name)

@@ -1,0 +1,167 @@
+"""A worker's share of the weights at one place of its replicas, divided among these replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tfpar.exchange import buckets
+from tfpar.exchange import spec as specs
+from tfpar.exchange.sharding.codecs import sharded_codec
+from tfpar.exchange.sharding.shards import Piece, ShardedVector, by_tensor, evenly
+from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.parallel.division import Split
+from tfpar.parallel.split import copies_of, ranks_here, shape_of, split_of
+from tfpar.parallel.topology import Topology
+from tfpar.training.sharding.replica_share import ReplicaShare
+from tfpar.training.sharding.saved import Part
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A place of the replicas, whose devices have weights in common with no other place, or have them for all.
+
+    Attributes:
+      indices: Indices of its weights among the trainable weights of the model.
+      program: The index of its program, among those that the strategy runs for a replica.
+      devices: Its device in each replica of this worker.
+    """
+
+    indices: Sequence[int]
+    program: int
+    devices: Sequence[str]
+
+
+class PlaceShare:
+    """The share of one worker in the weights of one place.
+
+    Tensors, in vectors and pieces too, are numbered within the place.
+
+    Args:
+      place: The place.
+      weights: The model's trainable weights.
+      make_optimizer: Creates an optimizer, not yet built.
+      topology: The topology of the run.
+      exchange: The exchange between workers.
+
+    Attributes:
+      indices: Indices of its weights among the trainable weights of the model.
+      variables: Its weights.
+      parts: What it has of each of them.
+      vectors: The tensors in shards.
+      whole: The variables that every worker updates, on its first replica.
+      replicas: What each replica of this worker owns.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        weights: Sequence[keras.Variable],
+        make_optimizer: Callable[[], keras.optimizers.Optimizer],
+        topology: Topology,
+        exchange: specs.Spec,
+    ) -> None:
+        self.indices, self._program, replicas = list(place.indices), place.program, len(place.devices)
+        self.variables = [weights[index] for index in place.indices]
+        self.parts = [self._part(index, weights[index]) for index in place.indices]
+        optimizers = [make_optimizer() for _ in place.devices]
+        self.elementwise = type(optimizers[0]) in ELEMENTWISE
+        self.vectors = self._divided(exchange, topology.replicas, replicas)
+        sharded = {index for vector in self.vectors for index in vector.indices}
+        self.whole = [index for index in range(len(self.variables)) if index not in sharded]
+        self.replicas = []
+        counts = [0] * len(self.vectors)
+        for number, (optimizer, device) in enumerate(zip(optimizers, place.devices, strict=True)):
+            owned = []
+            for vector, each in enumerate(self.vectors):
+                for piece in each.pieces(topology.data_worker * replicas + number):
+                    owned.append(((vector, counts[vector]), piece))
+                    counts[vector] += 1
+            others = [] if number else [self.variables[index] for index in self.whole]
+            self.replicas.append(ReplicaShare(optimizer, device, owned, self._piece_variable, others, weights))
+
+    @property
+    def divided(self) -> bool:
+        """Whether its devices have parts of weights."""
+        return any(part.split for part in self.parts)
+
+    def _part(self, index: int, variable: keras.Variable) -> Part:
+        split = split_of(variable)
+        if not isinstance(split, Split):
+            return Part(index)
+        return Part(index, split, ranks_here(variable)[self._program])
+
+    def _divided(self, exchange: specs.Spec, owners: int, replicas: int) -> list[ShardedVector]:
+        """The vectors, for this number of replicas on all workers and on one.
+
+        Small parts of divided weights have an owner as well, since no other device has their state. They travel without
+        a codec, in vectors of their own.
+        """
+        codec = sharded_codec(exchange)
+        sizes = [math.prod(variable.shape) for variable in self.variables]
+        large = [index for index, each in enumerate(self.variables) if is_sharded(each, exchange)]
+        small = [index for index, part in enumerate(self.parts) if part.split and index not in set(large)]
+        block = 1 if codec is None else codec.block
+        if not self.elementwise:
+            return by_tensor(large, sizes, owners, block=block, per_worker=replicas)
+        bucket_bytes = exchange.options.bucket_bytes if codec else buckets.DENSE_BUCKET_BYTES
+        return [
+            *evenly(large, sizes, owners, block=block, bucket_bytes=bucket_bytes, per_worker=replicas),
+            *evenly(small, sizes, owners, block=1, bucket_bytes=bucket_bytes, per_worker=replicas, exact=True),
+        ]
+
+    def _piece_variable(self, piece: Piece) -> keras.Variable:
+        weight = self.variables[piece.index]
+        *scopes, name = weight.path.split("/")
+        shape = [piece.size] if self.elementwise else weight.shape
+        with contextlib.ExitStack() as stack:
+            for scope in scopes:  # the paths determine which weights are decayed
+                stack.enter_context(keras.name_scope(scope, deduplicate=False))
+            value = tf.constant(_elements(self._current(piece.index), piece, shape))
+            return keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}")
+
+    def _current(self, index: int) -> np.ndarray:
+        return copies_of(self.variables[index])[self._program].numpy()
+
+    def load_weights(self, exact: Mapping[int, np.ndarray]) -> None:
+        """Sets the pieces to the current values of the model's weights, or to those of `exact`: whole weights by their
+        index in the model."""
+        for replica in self.replicas:
+            for variable, piece in zip(replica.variables, replica.owned, strict=True):
+                part = self.parts[piece.index]
+                known = exact.get(part.index)
+                value = self._current(piece.index) if known is None else part.of(known)
+                variable.assign(_elements(value, piece, variable.shape))
+
+    def slots(self) -> Iterator[tuple[str, Piece, keras.Variable, float]]:
+        """For each slot of a piece: its name for the whole weight without the optimizer's prefix, the piece, the
+        variable, and the value of the slot's padding."""
+        for replica in self.replicas:
+            for name, piece, variable in replica.slots():
+                yield name, piece, variable, replica.initial(variable)
+
+    def of_whole(
+        self, whole: np.ndarray | None, piece: Piece, variable: keras.Variable, fill: float
+    ) -> np.ndarray | None:
+        """Takes the value of a slot from that of the whole weight; None if there is none, or it has another shape."""
+        if whole is None:
+            return None
+        if whole.size == math.prod(shape_of(self.variables[piece.index])):
+            whole = _elements(self.parts[piece.index].of(whole, fill), piece, variable.shape)
+        return whole if tuple(whole.shape) == tuple(variable.shape) else None
+
+
+def is_sharded(variable: keras.Variable, exchange: specs.Spec) -> bool:
+    """Whether a weight is large enough for shards, and can be in them."""
+    large = exchange.options.is_compressible(tf.TensorShape(variable.shape))
+    return large and variable.dtype == "float32" and variable.constraint is None
+
+
+def _elements(array: np.ndarray, piece: Piece, shape: Sequence[int]) -> np.ndarray:
+    return np.asarray(array).reshape(-1)[piece.begin : piece.end].reshape(shape)

@@ -1,0 +1,111 @@
+"""What one replica owns of the weights, with the optimizer that updates it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from tfpar.exchange.sharding.shards import Piece
+from tfpar.optim.optimizers import build_for_some
+
+import keras
+import tensorflow as tf
+
+_MARK = re.compile(r"\.at(\d+)")  # in the name of a piece: its first element
+
+
+class ReplicaShare:
+    """What one replica owns, with the optimizer that updates it, on its device.
+
+    Args:
+      optimizer: Not yet built.
+      device: The device of the replica.
+      owned: Its pieces of each vector.
+      make: Creates the variable of a piece.
+      whole: Variables that every worker updates, if this replica updates them for its worker.
+      every: The model's trainable weights.
+
+    Attributes:
+      optimizer: Built for the pieces of all vectors, one after the other, and then for `whole`.
+      device: The device of the replica.
+      owned: Its pieces.
+      variables: The variables that hold them.
+      positions: For each of these variables its vector, and its index among the worker's pieces of that vector.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        device: str,
+        owned: Sequence[tuple[tuple[int, int], Piece]],
+        make: Callable[[Piece], keras.Variable],
+        whole: Sequence[keras.Variable],
+        every: Sequence[keras.Variable],
+    ) -> None:
+        self.device = device
+        self.owned = [piece for _, piece in owned]
+        self.positions = [position for position, _ in owned]
+        with tf.device(device):
+            self.variables = [make(piece) for piece in self.owned]
+            if self.variables or whole:
+                build_for_some(optimizer, [*self.variables, *whole], every)
+        self.optimizer = optimizer
+        self._whole = len(whole)
+        self._initial = {id(variable): _first_element(variable) for _, _, variable in self.slots()}
+
+    def common_variables(self) -> list[keras.Variable]:
+        """Variables of the optimizer that belong to no piece, in order."""
+        return [variable for variable in self.optimizer.variables if self._slot(variable) is None]
+
+    def slots(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
+        """For each slot of a piece: its name for the whole weight without the optimizer's prefix, the piece and the
+        variable."""
+        for variable in self.optimizer.variables:
+            if slot := self._slot(variable):
+                place, name = slot
+                yield _MARK.sub("", name), self.owned[place], variable
+
+    def initial(self, slot: keras.Variable) -> float:
+        """The value that all elements of a slot had at first, as those of padding always have."""
+        return self._initial[id(slot)]
+
+    def _slot(self, variable: keras.Variable) -> tuple[int, str] | None:
+        """The index of the piece that a variable of the optimizer belongs to, and its name; None if it is of none."""
+        name = name_of(variable)
+        place, attribute = self._in_lists.get(id(variable), (-1, ""))
+        if place < 0 and _MARK.search(name):
+            starts = [name.startswith(_reference(piece)) for piece in self.variables]
+            place = starts.index(True) if any(starts) else -1
+        if not 0 <= place < len(self.variables):
+            return None
+        # Keras 3.15 names most variables of an optimizer by the path of the weight that they belong to. Adafactor's
+        # rows and columns have only its name, both the same.
+        start = _reference(self.variables[place])
+        return place, name if name.startswith(start) else start + attribute.strip("_")
+
+    @functools.cached_property
+    def _in_lists(self) -> dict[int, tuple[int, str]]:
+        """For variables in attributes of the optimizer that have one for each weight, by `id`: the index of the weight,
+        and the name of the attribute."""
+        count = len(self.variables) + self._whole
+        every = [*map(id, self.optimizer.variables)]
+        lists = {
+            name: value
+            for name, value in vars(self.optimizer).items()
+            if isinstance(value, list) and len(value) == count and [*map(id, value)] != every
+        }
+        return {id(variable): (place, name) for name, value in lists.items() for place, variable in enumerate(value)}
+
+
+def name_of(variable: keras.Variable) -> str:
+    """The name of an optimizer's variable without the optimizer's prefix."""
+    return variable.path.partition("/")[2]
+
+
+def _first_element(variable: keras.Variable) -> float:
+    return float(tf.reshape(variable.value, [-1])[0])
+
+
+def _reference(piece: keras.Variable) -> str:
+    return piece.path.replace("/", "_") + "_"
