@@ -26,11 +26,13 @@ MESH = {"mesh": "data:2,pipeline:2", "devices": 2, "accumulate_steps": 2}
 def test_two_workers_of_two_stages(tmp_path):
     """They equal one device; with int4, each stage's gradients travel from its own device, and the run stays near one
     device."""
-    dense, encoded = on_workers(2, tmp_path / "out", MESH, {**MESH, "exchange": "int4:min_elements=64"})
+    cases = {"exchange": "int4:min_elements=64"}, {"shard": "optimizer"}
+    dense, encoded, sharded = on_workers(2, tmp_path / "out", MESH, *({**MESH, **case} for case in cases))
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
+    assert_close(sharded, expected)
 
 
 @pytest.mark.proof
@@ -115,6 +117,38 @@ def assert_two_pipelines(folder: pathlib.Path, *, workers: int = 4, **options: A
 
 def test_four_workers_hold_two_pipelines(tmp_path):
     assert_two_pipelines(tmp_path, mesh="data:2,pipeline:2")
+
+
+def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
+    """With moving averages, which are evaluated; stopped, resumed there, and again on one device."""
+    options = {"accumulate_steps": 2, "ema": 0.9}
+    run = {"mesh": "data:2,pipeline:2", "shard": "optimizer", **options, "workdir": str(tmp_path / "run")}
+    _, found = on_workers(4, tmp_path / "out", {**run, "stop_after": 11}, run)
+    weights, results, _ = alone("dense", **options)
+    assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
+    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, **options)
+    assert further.results["steps"] == divided.STEPS + 1
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (4, {"mesh": "data:2,pipeline:2"}),
+        (4, {"mesh": "data:2,pipeline:2,model:2", "devices": 2}),
+        (8, {"mesh": "data:2,pipeline:2,model:2"}),
+    ],
+    ids=str,
+)
+def test_shards_beside_pipelines_over_workers(tmp_path, workers, options):
+    """With int4 too; and a weight of two stages, and stages without anything to train."""
+    sharded = {**options, "shard": "optimizer"}
+    assert_two_pipelines(tmp_path, workers=workers, **sharded)
+    cases = {"model": "large_vocabulary", "clip_norm": 0.05}, {"trainable": "/(fourth|last)/"}
+    common = {"accumulate_steps": 2, "steps": 6}
+    tied, frozen = on_workers(workers, tmp_path / "more", *({**sharded, **common, **case} for case in cases))
+    for found, case in zip((tied, frozen), cases, strict=True):
+        assert_close(found, alone(**{"model": "dense", **common, **case})[0])
 
 
 def test_two_workers_divide_the_layers_of_their_stages(tmp_path):

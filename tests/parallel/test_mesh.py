@@ -127,12 +127,10 @@ def test_options_that_a_model_axis_does_not_go_with(option):
         check_beside_mesh(config, Mesh(pipeline=2))
 
 
-def test_only_optimizer_state_is_sharded_beside_a_model_axis_and_none_beside_a_pipeline():
-    config = ExperimentConfig.from_flat_dict({"mesh": "data:2,model:2", "shard": "optimizer"})
-    check_beside_mesh(config, Mesh(data=2, model=2))
-    for mesh in (Mesh(data=2, pipeline=2), Mesh(pipeline=2, model=2)):
-        with pytest.raises(ConfigError, match=r"--shard=optimizer does not work yet .* data and model axes alone"):
-            check_beside_mesh(config, mesh)
+def test_optimizer_state_is_sharded_beside_any_axis():
+    config = ExperimentConfig.from_flat_dict({"shard": "optimizer"})
+    for mesh in (Mesh(data=2, model=2), Mesh(data=2, pipeline=2), Mesh(data=2, pipeline=2, model=2)):
+        check_beside_mesh(config, mesh)
 
 
 def test_pipelines_have_options_of_their_own():

@@ -1,4 +1,6 @@
-"""Sharded optimizer state beside a model axis: the numbers of one device, a share of the state, saved for any mesh.
+"""Sharded optimizer state beside model and pipeline axes: the numbers of one device, a share of the state.
+
+What one mesh has saved, any other resumes.
 
 Between workers: tests/integration/test_tensor_parallel.py.
 """
@@ -31,6 +33,7 @@ def on(mesh: str, devices: int, **options: Any) -> Any:
     [
         ("dense", "data:2,model:2", 4, {**TWICE, "ema": 0.9}),
         ("uneven_vocabulary", "data:2,model:2", 4, {"optimizer": "ftrl", "steps": 6}),
+        ("dense", "data:2,pipeline:2", 4, {**TWICE, "ema": 0.9, "optimizer": "lamb", "jit_compile": "auto"}),
         *(
             pytest.param(*case, marks=pytest.mark.proof)
             for case in [
@@ -42,34 +45,31 @@ def on(mesh: str, devices: int, **options: Any) -> Any:
                 ("vit", "data:2,model:2", 4, TWICE),
                 ("gpt2", "data:2,model:2", 4, TWICE),
                 ("grouped_query", "data:2,model:2", 4, TWICE),
+                ("dense", "data:2,pipeline:2,model:2", 8, {**TWICE, "ema": 0.9}),
+                ("language_model", "data:2,pipeline:2", 4, TWICE),
+                ("resnet", "data:2,pipeline:2", 4, {**TWICE, "learning_rate": 0.03}),
+                ("gpt2", "data:2,pipeline:2", 4, TWICE),
             ]
         ),
     ],
 )
 def test_equal_one_device(model, mesh, devices, options):
     trainer = on(mesh, devices, model=model, **SHARD, **options)
-    same = ("accumulate_steps", "ema", "optimizer", "steps")
+    same = ("accumulate_steps", "ema", "learning_rate", "optimizer", "steps")
     assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
 
 
 def test_each_device_has_the_state_of_its_share():
-    """Of its parts of divided weights, and of large whole ones, each replica a half; of small whole ones, all."""
+    """Of its parts of divided weights, and the first device of whole ones too, each replica a half."""
     trainer = on("data:2,model:2", 4, steps=1, **SHARD)
     weights = trainer.model.trainable_variables
-    parts = [math.prod(each.shape) for each in weights if split_of(each)]
-    whole = [math.prod(each.shape) for each in weights if not split_of(each)]
-    assert max(whole) < 1024
-    assert 0 < sum(parts) < sum(math.prod(shape_of(each)) for each in weights if split_of(each))
-    first, second = (
-        [replica.optimizer.variables for replica in place.replicas] for place in trainer.program.share.places
-    )
-    slots = [
-        [sum(math.prod(each.shape) for each in variables if each.shape) for variables in row] for row in (first, second)
-    ]
-    odd = 2 * 2  # of two moments, in each of two vectors
-    for found, expected in zip(slots, [(2 * sum(whole), 0), (0, 0)], strict=True):
-        for own, more in zip(found, expected, strict=True):
-            assert abs(own - sum(parts) - more) <= odd
+    parts = sum(math.prod(each.shape) for each in weights if split_of(each))
+    whole = sum(math.prod(each.shape) for each in weights if not split_of(each))
+    assert 0 < parts < sum(math.prod(shape_of(each)) for each in weights if split_of(each))
+    for place, expected in zip(trainer.program.share.places, (parts + whole, parts), strict=True):
+        for replica in place.replicas:
+            own = sum(math.prod(each.shape) for each in replica.optimizer.variables if each.shape)
+            assert abs(own - expected) <= 2 * 2  # two moments, two vectors that may have an odd number of elements
 
 
 @pytest.mark.parametrize("first", [("data:2,model:2", 4, SHARD), ("", 3, SHARD), ("model:2", 2, {})], ids=str)
@@ -78,7 +78,13 @@ def test_resumed_on_other_devices(first, tmp_path):
     options = {"steps": 12, "ema": 0.9, "workdir": str(tmp_path / "run")}
     mesh, devices, shard = first
     on(mesh, devices, stop_after=4, **shard, **options)
-    others = [("data:2,model:2", 4, SHARD), ("data:2,model:2", 4, {}), ("", 2, SHARD), ("one", 1, {})]
+    others = [
+        ("data:2,model:2", 4, SHARD),
+        ("data:2,pipeline:2", 4, SHARD),
+        ("data:2,model:2", 4, {}),
+        ("", 2, SHARD),
+        ("one", 1, {}),
+    ]
     for number, (mesh, devices, shard) in enumerate(others):
         copy = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "run", copy)

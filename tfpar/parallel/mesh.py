@@ -114,10 +114,10 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
                 )
     elif strategy.stages:
         parse_beginnings(strategy.stages, mesh.pipeline * strategy.stages_per_device)
-    if train.shard != "none" and (mesh.pipeline > 1 or (mesh.model > 1 and train.shard != "optimizer")):
+    if train.shard not in ("none", "optimizer") and mesh.devices_of_replica > 1:
         raise ConfigError(
-            f"--shard={train.shard} does not work yet with --mesh={strategy.mesh}. Use --shard=optimizer with data and "
-            "model axes alone, or leave one of them out."
+            f"--shard={train.shard} does not work yet with --mesh={strategy.mesh}, where replicas have several "
+            "devices. Use --shard=optimizer, or leave one of them out."
         )
     for name, value, idle in (
         ("lora", train.lora, ""),

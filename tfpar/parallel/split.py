@@ -211,19 +211,6 @@ def _dtype(variable: keras.Variable) -> Any:
     return tf.as_dtype(variable.dtype).as_numpy_dtype
 
 
-def whole_of_parts(variable: keras.Variable, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins other values of the parts of a divided variable. Workers that share a replica call it together.
-
-    Args:
-      variable: The variable.
-      parts: The parts of the devices `ranks_here`.
-    """
-    split, peers = split_of(variable), peers_of(variable)
-    assert split is not None
-    stacked = np.stack(parts)
-    return split.joined([*np.concatenate(peers.agreement.gather_arrays(stacked) if peers else [stacked])])
-
-
 def whole_here(variable: keras.Variable, replica: int = 0) -> np.ndarray:
     """Returns a copy of the whole value of a variable that this worker has, or all parts of it. Needs no communication.
 

@@ -184,7 +184,7 @@ class Program:
     def compiles_update(self) -> bool:
         """Whether the optimizer's update is an XLA program. It communicates nothing, so that it can be one even where
         the passes cannot; in convolutional models on CPUs, it is too short to be compiled for itself."""
-        if not (self.topology.synchronous and self.placing.can_compile_update):
+        if not (self.topology.synchronous and (self.share or self.placing.can_compile_update)):
             return False
         if self.jit_compile or self.topology.device_type == "TPU":
             return self.jit_compile
@@ -296,7 +296,8 @@ class Program:
             if self.placing.own_step:
                 raise ConfigError(f"{self.placing.own_step} is for steps of supervised training alone. Leave it out.")
             return own
-        return sharded_step(self.share, self.placing.axis) if self.share else self.placing.step_class(self.model)
+        step = self.placing.step_class(self.model)
+        return sharded_step(self.share, step) if self.share else step
 
     @functools.cached_property
     def rounds(self) -> AnyRounds | None:

@@ -139,7 +139,7 @@ def evenly(
 
 
 def by_tensor(
-    indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, per_worker: int = 1
+    indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, per_worker: int = 1, exact: bool = False
 ) -> list[ShardedVector]:
     """One bucket in which every replica owns whole tensors; assigns the largest first, each to the replica with the
     least.
@@ -153,6 +153,7 @@ def by_tensor(
       owners: Number of replicas.
       block: Elements of a block of the codec, in whole numbers of which a shard is.
       per_worker: Replicas of a worker.
+      exact: Whether no codec encodes them.
     """
     owned: list[list[int]] = [[] for _ in range(owners)]
     filled = [0] * owners
@@ -168,7 +169,7 @@ def by_tensor(
         segments += [(index, sizes[index]) for index in sorted(mine)]
         if used < shard:
             segments.append((-1, shard - used))
-    return [ShardedVector(owners, shard, tuple(segments), per_worker)]
+    return [ShardedVector(owners, shard, tuple(segments), per_worker, exact)]
 
 
 def joined(parts: Mapping[int, np.ndarray], shape: Sequence[int]) -> np.ndarray:

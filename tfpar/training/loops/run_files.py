@@ -238,12 +238,12 @@ class RunFiles:
         if share is None and run.get("shard", "none") == "none":
             run_state.restore(variables, checkpoint.arrays, run["variables"])
             return
-        arrays = dict(checkpoint.arrays)
-        weights = program.model.trainable_variables
         if share is not None and run["workers"] == program.topology.workers and share.fits(own):
-            run_state.restore(variables, arrays, run["variables"])
+            run_state.restore(variables, checkpoint.arrays, run["variables"])
             share.restore({}, own)
             return
+        arrays = dict(checkpoint.arrays)
+        weights = program.model.trainable_variables
         if run.get("shard", "none") != "none":
             saved = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
             arrays |= sharding.whole_arrays(saved, [shape_of(weight) for weight in weights])

@@ -14,7 +14,6 @@ from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange.reducer import GatheredWeights
 from tfpar.optim import optimizers
 from tfpar.optim.keras_deferred import comes_from, is_deferred, made_deferred
-from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
@@ -134,11 +133,6 @@ class Placing:
     def use_xla(self, compiles: bool) -> None:
         """Whether XLA compiles the programs of the individual devices."""
         del compiles
-
-    @property
-    def axis(self) -> ModelAxis | None:
-        """The devices that divide the layers of a replica; None if each layer is on one device."""
-        return None
 
     @property
     def model_axis_bytes(self) -> int:

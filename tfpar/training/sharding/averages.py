@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import new_group
 from tfpar.optim import optimizers
-from tfpar.parallel.split import assign_whole, whole, whole_of_parts
+from tfpar.parallel.split import whole
 from tfpar.parallel.topology import Topology
 from tfpar.training.model.averages import MovingAverages
 from tfpar.training.sharding.optimizer import OwnShare
@@ -44,19 +45,29 @@ class SharedAverages(MovingAverages):
 
     def values(self) -> Iterator[tuple[keras.Variable, np.ndarray]]:
         """See `MovingAverages`."""
-        if not self.exist:
+        if self.exist:
+            with self.shown():
+                yield from [(variable, whole(variable)) for variable in self._model.trainable_variables]
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """See `MovingAverages`. Within itself, it changes nothing."""
+        if self._shown or not self.exist:
+            yield
             return
-        parts: dict[int, dict[int, np.ndarray]] = {}
-        for place in self._share.places:
-            for index, average in self._of_place(place):
-                part = place.parts[index]
-                if part.split is None:
-                    yield place.variables[index], average
-                else:
-                    parts.setdefault(part.index, {})[part.rank] = average
-        for index, found in parts.items():
-            variable = self._share.variables[index]
-            yield variable, whole_of_parts(variable, [found[rank] for rank in sorted(found)])
+        before: list[tuple[Any, np.ndarray]] = []
+        self._shown = True
+        try:
+            for place in self._share.places:
+                for index, average in self._of_place(place):
+                    for copy in place.copies_of(index):
+                        before.append((copy, copy.numpy()))
+                        copy.assign(average)
+            yield
+        finally:
+            for copy, value in before:
+                copy.assign(value)
+            self._shown = False
 
     def _of_place(self, place: PlaceShare) -> Iterator[tuple[int, np.ndarray]]:
         """The averages of what the devices of a place have of their weights, with the number of the weight there."""
@@ -72,24 +83,6 @@ class SharedAverages(MovingAverages):
         for index, average in zip(place.whole, _averages(first)[len(first.variables) :], strict=True):
             if average is not None:
                 yield index, average.numpy()
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """See `MovingAverages`. Within itself, it changes nothing."""
-        if self._shown:
-            yield
-            return
-        before: list[tuple[keras.Variable, np.ndarray]] = []
-        self._shown = True
-        try:
-            for variable, average in self.values():
-                before.append((variable, whole(variable)))
-                assign_whole(variable, average)
-            yield
-        finally:
-            for variable, value in before:
-                assign_whole(variable, value)
-            self._shown = False
 
 
 def _shard_of(owner: ReplicaShare, number: int, elements: int) -> np.ndarray:

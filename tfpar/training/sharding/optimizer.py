@@ -18,6 +18,7 @@ from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange import spec as specs
 from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.shards import Piece
+from tfpar.parallel.split import copies_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.sharding.place_share import Place, PlaceShare
@@ -82,8 +83,14 @@ class OwnShare:
         self._divided = divided
         self.places = [
             PlaceShare(place, self.variables, make_optimizer, topology, exchange)
-            for place in _places(len(self.variables), devices, divided)
+            for place in _places(self.variables, devices, divided)
         ]
+        if self.whole and topology.pipeline_spans_workers:
+            path = self.variables[self.whole[0]].path
+            raise ConfigError(
+                f"--shard={config.train.shard}: {path} has a constraint, or is not float32, so that every replica "
+                "updates it as a whole; pipelines over several workers cannot do that. Use --shard=none."
+            )
 
     @classmethod
     def of(
@@ -116,8 +123,12 @@ class OwnShare:
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer of the first device; all have its learning rate."""
-        return self.places[0].replicas[0].optimizer
+        """The optimizer of the first device that has one; all have its learning rate."""
+        return self._first.optimizer
+
+    @property
+    def _first(self) -> ReplicaShare:
+        return next((each for each in self.replicas if each.optimizer.built), self.replicas[0])
 
     @property
     def whole(self) -> list[int]:
@@ -152,8 +163,10 @@ class OwnShare:
         return "--shard=gradients sends gradients as they are computed, and an XLA program returns all of them at once"
 
     def shared_variables(self) -> list[keras.Variable]:
-        """Variables of the optimizer that are the same on every worker."""
-        return self.places[0].replicas[0].common_variables()
+        """Variables of the optimizers that are the same on every worker; the first, of those that all places have."""
+        firsts = [self._first, *(place.replicas[0] for place in self.places)]
+        every = [variable for first in firsts for variable in first.common_variables()]
+        return [*{name_of(variable): variable for variable in reversed(every)}.values()][::-1]
 
     def load_weights(self) -> None:
         """Sets the pieces to the current values of the model's weights."""
@@ -186,7 +199,7 @@ class OwnShare:
         for place in self.places:
             place.load_weights(exact or {})
         common = {name_of(variable): variable for variable in self.shared_variables()}
-        for replica in self.replicas[1:]:  # which have only those of no weight, whose names are unique
+        for replica in self.replicas:
             for variable in replica.common_variables():
                 variable.assign(common[name_of(variable)].numpy())
         wrong = []
@@ -225,15 +238,23 @@ class OwnShare:
                         yield place, WEIGHTS, piece, variable, 0.0
 
 
-def _places(weights: int, devices: Sequence[str], divided: DevicesOfReplica | None) -> list[Place]:
-    """The places of a replica with this number of weights, on these devices of a worker."""
+def _places(weights: Sequence[keras.Variable], devices: Sequence[str], divided: DevicesOfReplica | None) -> list[Place]:
+    """The places of a replica.
+
+    Args:
+      weights: The model's trainable weights.
+      devices: The devices on which the strategy of this worker runs programs.
+      divided: How the devices of a replica divide its weights; None if a replica has one device.
+    """
     if divided is None:
-        return [Place(range(weights), 0, devices)]
+        return [Place(range(len(weights)), 0, devices)]
     count = divided.program_count
-    return [
-        Place(indices, program, devices[program::count])
-        for indices, program in zip(divided.indices, divided.programs, strict=True)
-    ]
+    places = []
+    for indices, program in zip(divided.indices, divided.programs, strict=True):
+        # On the devices of the place, which may be others than the strategy's; a place without weights needs none.
+        copies = [copy.device for copy in copies_of(weights[indices[0]])] if indices else devices
+        places.append(Place(indices, program, copies[program::count], one_of_several=True))
+    return places
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tfpar.exchange import buckets
 from tfpar.exchange import spec as specs
@@ -13,7 +15,7 @@ from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.shards import Piece, ShardedVector, by_tensor, evenly
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel.division import Split
-from tfpar.parallel.split import copies_of, ranks_here, shape_of, split_of
+from tfpar.parallel.split import copies_of, held_by, ranks_here, shape_of, split_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sharding.saved import Part
@@ -31,11 +33,13 @@ class Place:
       indices: Indices of its weights among the trainable weights of the model.
       program: The index of its program, among those that the strategy runs for a replica.
       devices: Its device in each replica of this worker.
+      one_of_several: Whether a replica has other places, too.
     """
 
     indices: Sequence[int]
     program: int
     devices: Sequence[str]
+    one_of_several: bool = False
 
 
 class PlaceShare:
@@ -67,7 +71,8 @@ class PlaceShare:
         topology: Topology,
         exchange: specs.Spec,
     ) -> None:
-        self.indices, self._program, replicas = list(place.indices), place.program, len(place.devices)
+        self.indices, self._one_of_several = list(place.indices), place.one_of_several
+        self._program, replicas = place.program, len(place.devices)
         self.variables = [weights[index] for index in place.indices]
         self.parts = [self._part(index, weights[index]) for index in place.indices]
         optimizers = [make_optimizer() for _ in place.devices]
@@ -86,10 +91,23 @@ class PlaceShare:
             others = [] if number else [self.variables[index] for index in self.whole]
             self.replicas.append(ReplicaShare(optimizer, device, owned, self._piece_variable, others, weights))
 
+    def copies_of(self, index: int) -> Sequence[Any]:
+        """This worker's copies of a weight of the place: one in each replica, or in each program of these if all have
+        the same."""
+        copies = copies_of(self.variables[index])
+        programs = len(copies) // len(self.replicas)
+        return copies[self._program :: programs] if self.parts[index].split else copies
+
     @property
     def divided(self) -> bool:
         """Whether its devices have parts of weights."""
         return any(part.split for part in self.parts)
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this worker counts its weights in norms; all of them are on the same workers."""
+        held = held_by(self.variables[0]) if self.variables else None
+        return held is None or held.counts_here
 
     def _part(self, index: int, variable: keras.Variable) -> Part:
         split = split_of(variable)
@@ -100,20 +118,21 @@ class PlaceShare:
     def _divided(self, exchange: specs.Spec, owners: int, replicas: int) -> list[ShardedVector]:
         """The vectors, for this number of replicas on all workers and on one.
 
-        Small parts of divided weights have an owner as well, since no other device has their state. They travel without
-        a codec, in vectors of their own.
+        If devices divide the weights of a replica, small ones have an owner as well, since the devices of other places
+        do not have their state. They travel without a codec, in vectors of their own.
         """
         codec = sharded_codec(exchange)
         sizes = [math.prod(variable.shape) for variable in self.variables]
-        large = [index for index, each in enumerate(self.variables) if is_sharded(each, exchange)]
-        small = [index for index, part in enumerate(self.parts) if part.split and index not in set(large)]
-        block = 1 if codec is None else codec.block
-        if not self.elementwise:
-            return by_tensor(large, sizes, owners, block=block, per_worker=replicas)
+        fitting = [index for index, each in enumerate(self.variables) if _can_be_in_pieces(each)]
+        large = [
+            index for index in fitting if exchange.options.is_compressible(tf.TensorShape(self.variables[index].shape))
+        ]
+        small = [index for index in fitting if self._one_of_several and index not in set(large)]
         bucket_bytes = exchange.options.bucket_bytes if codec else buckets.DENSE_BUCKET_BYTES
+        divide = functools.partial(evenly, bucket_bytes=bucket_bytes) if self.elementwise else by_tensor
         return [
-            *evenly(large, sizes, owners, block=block, bucket_bytes=bucket_bytes, per_worker=replicas),
-            *evenly(small, sizes, owners, block=1, bucket_bytes=bucket_bytes, per_worker=replicas, exact=True),
+            *divide(large, sizes, owners, block=1 if codec is None else codec.block, per_worker=replicas),
+            *divide(small, sizes, owners, block=1, per_worker=replicas, exact=True),
         ]
 
     def _piece_variable(self, piece: Piece) -> keras.Variable:
@@ -157,10 +176,8 @@ class PlaceShare:
         return whole if tuple(whole.shape) == tuple(variable.shape) else None
 
 
-def is_sharded(variable: keras.Variable, exchange: specs.Spec) -> bool:
-    """Whether a weight is large enough for shards, and can be in them."""
-    large = exchange.options.is_compressible(tf.TensorShape(variable.shape))
-    return large and variable.dtype == "float32" and variable.constraint is None
+def _can_be_in_pieces(variable: keras.Variable) -> bool:
+    return variable.dtype == "float32" and variable.constraint is None
 
 
 def _elements(array: np.ndarray, piece: Piece, shape: Sequence[int]) -> np.ndarray:

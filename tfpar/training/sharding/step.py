@@ -11,9 +11,10 @@ from tfpar.exchange.sharding.reducer import Norms, Scattered
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compiled
-from tfpar.parallel.model_axis import ModelAxis
 from tfpar.training import norms
 from tfpar.training.objective import LocalSums, Tensors
+from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersStep
+from tfpar.training.pipeline.step import DividedPipelineStep, PipelineStep
 from tfpar.training.sharding.optimizer import OwnShare
 from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sidecar import Reduced, should_apply
@@ -67,6 +68,7 @@ class ShardedStep(TrainStep):
             wants_norm=None if self._clip_norm else wants_norm,
             arguments=[step, lr_multiplier],
         )
+        vector = self._reported(vector)
         exchanged = self._replica_clock([vector, *weights])
         done = tf.cond(
             should_apply(vector),
@@ -77,8 +79,13 @@ class ShardedStep(TrainStep):
 
     def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """The norm over all devices of a replica, from the norms of the places of this worker."""
-        [norm] = found
-        return norm
+        return found[0] if len(found) == 1 else tf.sqrt(self._squares_of_layers(found))
+
+    def _squares_of_layers(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The sum of squares over the layers of this worker, from the norms of its places; without weights that another
+        worker with other stages counts."""
+        counted = [tf.square(norm) for norm, place in zip(found, self._share.places, strict=True) if place.counts_here]
+        return tf.add_n([tf.zeros([]), *counted])
 
     def _update_share(
         self,
@@ -207,28 +214,82 @@ class DividedShardedStep(ShardedStep, DividedStep):
 
     Args:
       share: This worker's share, with its optimizers.
-      axis: The devices of this worker's replicas.
-      *args: See `TrainStep`.
-      **kwargs: See `TrainStep`.
+      *args: See `DividedStep`.
+      **kwargs: See `DividedStep`.
+    """
+
+    def _squares_of_layers(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+        """If layers span workers, all of these have the whole weights, which count once."""
+        if not self._axis.spans_workers:
+            return super()._squares_of_layers(found)
+        counted = [*zip(found, self._share.places, strict=True)]
+        of_parts = [tf.square(norm) for norm, place in counted if place.divided and place.counts_here]
+        of_whole = [tf.square(norm) for norm, place in counted if not place.divided and place.counts_here]
+        return tf.add_n([self._axis.sum_of_worker(tf.add_n([tf.zeros([]), *of_parts])), *of_whole])
+
+
+class PipelineShardedStep(ShardedStep, PipelineStep):
+    """A sharded step of replicas that are pipelines within a worker.
+
+    Args:
+      share: This worker's share, with its optimizers.
+      *args: See `PipelineStep`.
+      **kwargs: See `PipelineStep`.
+    """
+
+
+class DividedPipelineShardedStep(DividedShardedStep, DividedPipelineStep):
+    """A sharded step of pipelines within a worker whose layers are divided as well.
+
+    Args:
+      share: This worker's share, with its optimizers.
+      *args: See `DividedPipelineStep`.
+      **kwargs: See `DividedPipelineStep`.
+    """
+
+
+class OverWorkersShardedStep(ShardedStep, OverWorkersStep):
+    """A sharded step of pipelines over several workers.
+
+    Args:
+      share: This worker's share, with its optimizers.
+      *args: See `OverWorkersStep`.
+      **kwargs: See `OverWorkersStep`.
     """
 
     def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
-        """See `ShardedStep`. If a replica spans workers, all of them have its whole weights, which count once."""
-        squares = [tf.square(norm) for norm in found]
-        if self._axis.spans_workers:
-            of_parts = [square for square, place in zip(squares, self._share.places, strict=True) if place.divided]
-            of_whole = [square for square, place in zip(squares, self._share.places, strict=True) if not place.divided]
-            squares = [*of_whole, self._axis.sum_of_worker(tf.add_n(of_parts))]
-        return tf.sqrt(tf.add_n(squares))
+        """See `ShardedStep`."""
+        return tf.sqrt(self._sum(self._squares_of_layers(found)))
 
 
-def sharded_step(share: OwnShare, axis: ModelAxis | None) -> Callable[..., ShardedStep]:
+class DividedOverWorkersShardedStep(OverWorkersShardedStep, DividedShardedStep, DividedOverWorkersStep):
+    """A sharded step of pipelines over several workers, whose devices divide the layers of the stages.
+
+    Args:
+      share: This worker's share, with its optimizers.
+      *args: See `DividedOverWorkersStep`.
+      **kwargs: See `DividedOverWorkersStep`.
+    """
+
+
+_SHARDED: dict[Any, type[ShardedStep]] = {
+    TrainStep: ShardedStep,
+    DividedStep: DividedShardedStep,
+    PipelineStep: PipelineShardedStep,
+    DividedPipelineStep: DividedPipelineShardedStep,
+    OverWorkersStep: OverWorkersShardedStep,
+    DividedOverWorkersStep: DividedOverWorkersShardedStep,
+}
+
+
+def sharded_step(share: OwnShare, step: Callable[..., TrainStep]) -> Callable[..., ShardedStep]:
     """The constructor of the step for this kind of share; takes the arguments of `TrainStep`.
 
     Args:
       share: This worker's share.
-      axis: The devices that divide the layers of replicas; None if a replica has one device.
+      step: From `Placing.step_class`: the constructor of the step without shards.
     """
-    if axis:
-        return functools.partial(DividedShardedStep, share, axis)
-    return functools.partial(ScatteringStep if share.scatters else ShardedStep, share)
+    if share.scatters:
+        return functools.partial(ScatteringStep, share)
+    kind, arguments = (step.func, step.args) if isinstance(step, functools.partial) else (step, ())
+    return functools.partial(_SHARDED[kind], share, *arguments)

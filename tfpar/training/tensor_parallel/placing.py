@@ -76,11 +76,6 @@ class DividedPlacing(Placing):
         return places_that_divide(divided, len(variables), self._axis.size)
 
     @property
-    def axis(self) -> ModelAxis:
-        """See `Placing`."""
-        return self._axis
-
-    @property
     def model_axis_bytes(self) -> int:
         """See `Placing`."""
         return self._axis.bytes_of_step
