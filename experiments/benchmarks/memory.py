@@ -8,6 +8,7 @@ in training: what a device needs. None of this needs a quiet machine, but four w
 
   python experiments/benchmarks/memory.py
   python experiments/benchmarks/memory.py --workers=2 --ways=data,model --saves=false --measured_steps=4
+  python experiments/benchmarks/memory.py --ways=data,data:2+model:2,data:2+model:2+optimizer
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ LENGTH = absl_flags.DEFINE_integer("sequence_length", 32, "Tokens of an example.
 OPTIMIZER = absl_flags.DEFINE_string("optimizer", "adamw", "Optimizer.")
 WORKERS = absl_flags.DEFINE_integer("workers", 4, "Workers of the cluster.", lower_bound=2)
 WAYS = absl_flags.DEFINE_list(
-    "ways", ["data", "model", "pipeline", "weights"], "What workers divide: an axis of --mesh, or a value of --shard."
+    "ways",
+    ["data", "model", "pipeline", "weights"],
+    "What workers divide: an axis of --mesh, for all of them or with its size, or a value of --shard; several joined "
+    "by +, such as data:2+model:2+optimizer.",
 )
 STEPS = absl_flags.DEFINE_integer("measured_steps", 2, "Steps of a run.", lower_bound=1)
 JIT = absl_flags.DEFINE_string("jit_compile", "auto", "Value of --jit_compile in the runs.")
@@ -88,8 +92,13 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
 
 def options_of(way: str) -> dict[str, Any]:
     """The options of a run in which workers divide the model in a way."""
-    divided = {"mesh": f"{way}:{WORKERS.value}"} if way in AXES else {"shard": way}
-    micro_batches = BATCH.value if way == "pipeline" else 1
+    parts = way.split("+")
+    axes = [part if ":" in part else f"{part}:{WORKERS.value}" for part in parts if part.partition(":")[0] in AXES]
+    shards = [part for part in parts if part.partition(":")[0] not in AXES]
+    divided = {"mesh": ",".join(axes), "shard": shards[0] if shards else "none"}
+    pipeline = any(axis.startswith("pipeline:") for axis in axes)
+    replicas = next((int(axis.partition(":")[2]) for axis in axes if axis.startswith("data:")), 1)
+    micro_batches = BATCH.value // replicas if pipeline else 1
     return {
         "dataset": DATASET.value,
         "model": MODEL.value,
@@ -98,7 +107,7 @@ def options_of(way: str) -> dict[str, Any]:
         "optimizer": OPTIMIZER.value,
         "accumulate_steps": micro_batches,
         "devices": 1,
-        **({"stage_balance": "weights"} if way == "pipeline" else {}),
+        **({"stage_balance": "weights"} if pipeline else {}),
         "jit_compile": JIT.value,
         **divided,
     }
@@ -135,7 +144,8 @@ def main(_: list[str]) -> None:
     print(f"{describe_machine()}; a process that only imports TensorFlow: {base / MIB:.0f} MiB")
     names = "".join(f"{phase + ' MiB':>11}" for phase in PHASES)
     ratios = f"{'peak ratio':>12}{'net ratio':>11}{'tensors MiB':>13}{'ratio':>7}"
-    print(f"{'divided':<10}{names}{'peak MiB':>10}{'net MiB':>9}{ratios}")
+    width = max(map(len, [*WAYS.value, "divided  "])) + 1
+    print(f"{'divided':<{width}}{names}{'peak MiB':>10}{'net MiB':>9}{ratios}")
     first = tensors = 0
     for way in WAYS.value:
         phases = on_cluster(way)
@@ -144,7 +154,7 @@ def main(_: list[str]) -> None:
         columns = "".join(f"{phases[phase] / MIB:>11.0f}" for phase in PHASES)
         ratios = f"{peak / first:>12.2f}{(peak - base) / (first - base):>11.2f}"
         ratios += f"{phases['tensors'] / MIB:>13.0f}{phases['tensors'] / tensors:>7.2f}"
-        print(f"{way:<10}{columns}{peak / MIB:>10.0f}{(peak - base) / MIB:>9.0f}{ratios}", flush=True)
+        print(f"{way:<{width}}{columns}{peak / MIB:>10.0f}{(peak - base) / MIB:>9.0f}{ratios}", flush=True)
 
 
 if __name__ == "__main__":
