@@ -185,6 +185,14 @@ class SavedArrays(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._index)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def only(self, names: Collection[str]) -> SavedArrays:
+        """The arrays with these names."""
+        index = {name: places for name, places in self._index.items() if name in names}
+        return SavedArrays(self._directory, (), self._verify, index)
+
     def files_of(self, name: str, wanted: Part | None = None) -> list[str]:
         """Names of the files that `read` opens."""
         return [file for file, part in self._index[name] if wanted is None or _overlap(part, wanted)]

@@ -323,9 +323,11 @@ class Exchange:
           number: Number of the micro-batch, from 0.
 
         Raises:
-          RuntimeError: `build` was not given `shards`.
+          RuntimeError: `build` was not given `shards`; or a replica has several devices.
         """
-        return self._sharded().scatter(self._as_float32(gradients), before, number)
+        if not isinstance(self._reducer, ShardedReducer):
+            raise RuntimeError("scatter_shards needs an exchange that was built with shards, of replicas of one device")
+        return self._reducer.scatter(self._as_float32(gradients), before, number)
 
     def update_shards(
         self,
@@ -345,13 +347,12 @@ class Exchange:
         Raises:
           RuntimeError: `build` was not given `shards`.
         """
-        given = gradients if isinstance(gradients, Scattered) else self._as_float32(gradients)
-        return self._sharded().update_shards(given, sidecar, weights, **how)
-
-    def _sharded(self) -> Any:
-        if not isinstance(self._reducer, ShardedReducer | ShardedPlaces):
-            raise RuntimeError("update_shards and scatter_shards need an exchange that was built with shards")
-        return self._reducer
+        if isinstance(self._reducer, ShardedReducer):
+            given = gradients if isinstance(gradients, Scattered) else self._as_float32(gradients)
+            return self._reducer.update_shards(given, sidecar, weights, **how)
+        if isinstance(self._reducer, ShardedPlaces) and not isinstance(gradients, Scattered):
+            return self._reducer.update_shards(self._as_float32(gradients), sidecar, weights, **how)
+        raise RuntimeError("update_shards needs an exchange that was built with shards")
 
     def _replicas(self) -> int:
         """Number of replicas that exchange.

@@ -17,7 +17,7 @@ from tfpar.exchange import buckets, residuals
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.gradients import Gradient
-from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, replica_context
+from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, local_replicas, replica_context
 from tfpar.exchange.sharding.shards import ShardedVector
 from tfpar.exchange.spec import Spec
 
@@ -125,19 +125,19 @@ class PlacesReducer(Reducer):
       reducers: One for each place, of the tensors in `indices`; all with the same exchange.
       replica: How a replica is divided.
       devices: For each place, the device of this worker's first replica.
-      replicas: Replicas of this worker.
       groups: For each place, the devices of the first replica of each worker.
 
     Attributes:
       names: Names of the places in a checkpoint.
     """
 
+    _decisive = _DECISIVE  # scalars of the sidecar that all but the first place sum
+
     def __init__(
         self,
         reducers: Sequence[Reducer],
         replica: DevicesOfReplica,
         devices: Sequence[str],
-        replicas: int,
         groups: Sequence[Group],
     ) -> None:
         self.names = replica.place_names
@@ -146,7 +146,6 @@ class PlacesReducer(Reducer):
         self._devices, self._groups = list(devices), list(groups)
         self._programs, self._workers = list(replica.programs), groups[0].size
         self._per_replica = replica.program_count
-        self._alone = self._workers == 1 and replicas == 1
         self._instances = [allocate_instance_keys(1, group)[0] for group in groups]
 
     @property
@@ -229,7 +228,7 @@ class PlacesReducer(Reducer):
         """Bytes of the exchanges of all places of a worker."""
         if self._workers == 1:
             return Traffic("none", "local", 0, 0, 0)
-        lengths = [sidecar_length, *[_DECISIVE] * (self.devices - 1)]
+        lengths = [sidecar_length, *[self._decisive] * (self.devices - 1)]
         parts = [
             reducer.bytes_per_step(self._workers, length)
             for reducer, length in zip(self._reducers, lengths, strict=True)
@@ -273,7 +272,7 @@ class PerDeviceReducer(PlacesReducer):
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Sums this device's gradients, and the sidecar, over all replicas; see `Reducer`."""
-        if self._alone:
+        if self._workers == 1 and local_replicas(replica_context()) == self._per_replica:  # a replica alone
             return list(gradients), sidecar
 
         def merged(strategy: tf.distribute.Strategy, *values: Any) -> Any:
@@ -362,5 +361,4 @@ def per_device_reducer(
             reducers.append(CompressedReducer(spec, own_shapes, own, device, seed, measured=measured))
         else:
             reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
-    replicas = len(running) // replica.program_count
-    return PerDeviceReducer(reducers, replica, devices, replicas, groups)
+    return PerDeviceReducer(reducers, replica, devices, groups)

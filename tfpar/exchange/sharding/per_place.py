@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.collectives.group import Group
-from tfpar.exchange import buckets
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, groups_of_places, per_device_reducer
 from tfpar.exchange.reducer import ShouldApply, replica_context
@@ -46,6 +45,7 @@ class ShardedPlaces(PlacesReducer):
     """Sums gradients at their owners, which update their weights, and gathers the new weights, at each place."""
 
     _reducers: Sequence[ShardedReducer]
+    _decisive = 0  # scalars of the sidecar that all but the first place sum
 
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
@@ -163,7 +163,6 @@ def reducer_of_places(
     reducers = []
     for place, (own, device, indices) in enumerate(zip(groups, devices, replica.indices, strict=True)):
         own_shapes = [shapes[index] for index in indices]
-        own_seed = buckets.bucket_seed(seed, place) if place else seed
-        reducers.append(ShardedReducer(spec, own_shapes, replica.shards[place], own, device, own_seed))
-    replicas = len(strategy.extended.worker_devices) // replica.program_count
-    return ShardedPlaces(reducers, replica, devices, replicas, groups)
+        # One seed for all places: holders of the same weight, each at another place, must round it alike.
+        reducers.append(ShardedReducer(spec, own_shapes, replica.shards[place], own, device, seed))
+    return ShardedPlaces(reducers, replica, devices, groups)

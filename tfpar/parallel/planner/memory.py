@@ -59,7 +59,11 @@ def memory_of(
     fused = {PROGRAM: machine.fused, STAGES: machine.fused_in_stages}.get(plan.way, 1.0) if compiled else 1.0
     if plan.way == STAGES and plan.recompute != "none":
         fused = 1.0  # what is kept are the inputs of blocks
-    copies = 0 if compiles_update and replica.way_of_update == PROGRAM else 1 + state_per_weight // 4 + _INTERMEDIATE
+    copies = (
+        0
+        if compiles_update and replica.way_of_update(plan.shard) == PROGRAM
+        else 1 + state_per_weight // 4 + _INTERMEDIATE
+    )
     found = []
     for device in range(replica.devices):
         weights = replica.weights[device]

@@ -70,11 +70,13 @@ class Answer:
       question: The input of the search.
       fitting: The plans that fit, the fastest first.
       others: The plans that do not fit, the smallest first.
+      refused: Why a run would refuse a plan, if it would refuse all of them.
     """
 
     question: Question
     fitting: list[Prediction]
     others: list[Prediction]
+    refused: str = ""
 
     @property
     def best(self) -> Prediction:
@@ -101,6 +103,8 @@ class Answer:
         )
 
     def _obstacles(self) -> str:
+        if self.refused:
+            return f"A run would refuse all of them, for example: {self.refused}"
         model = self.question.model
         reasons = [model.uncut, *model.undivided.values()]
         return " ".join(filter(None, reasons[:2])) or "Use another number of devices, or another batch."
@@ -113,14 +117,16 @@ def search(question: Question) -> Answer:
       question: The input of the search.
     """
     laid_out = functools.cache(functools.partial(_laid_out, question))
-    found = [
-        predict(question, plan, exchange, replica)
-        for plan, exchange in _plans(question)
-        if (replica := laid_out(plan.mesh)) is not None and not question.refusal(plan)
-    ]
+    found, refused = [], ""
+    for plan, exchange in _plans(question):
+        replica = laid_out(plan.mesh)
+        if replica is not None and not (reason := question.refusal(plan)):
+            found.append(predict(question, plan, exchange, replica))
+        elif replica is not None:
+            refused = refused or reason
     fitting = sorted((each for each in found if each.fits), key=_order)
     others = sorted((each for each in found if not each.fits), key=lambda each: each.memory.size)
-    return Answer(question, fitting, others)
+    return Answer(question, fitting, others, "" if found else refused)
 
 
 def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica) -> Prediction:

@@ -55,11 +55,14 @@ class Replica:
     weights: Sequence[Sequence[Weight]]
     here: int = 0
 
-    @property
-    def way_of_update(self) -> str:
-        """How the optimizer's update runs if XLA compiles it where it can: not where a worker has the devices of
-        several stages, see `Placing.can_compile_update`."""
-        return PROGRAM if self.devices == 1 or self.here == 1 else OPS
+    def way_of_update(self, shard: str) -> str:
+        """How the optimizer's update runs if XLA compiles it where it can: not where one program would have to update
+        the variables of several stages, see `Program.compiles_update`.
+
+        Args:
+          shard: A value of `--shard`; the share of each device is updated by a program of its own.
+        """
+        return PROGRAM if self.devices == 1 or self.here == 1 or shard != "none" else OPS
 
     def of_device(self, device: int) -> Sequence[Stage]:
         """Returns the stages of one device."""

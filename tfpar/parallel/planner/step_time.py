@@ -199,7 +199,7 @@ def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: in
     size = max(_trainable(each) for each in replica.weights)
     touched = size * (3 + 2 * state_per_weight / 4)
     owners = plan.mesh.data if plan.shard != "none" else 1
-    return touched * _sharing_bandwidth(machine) / owners / machine.rates.update(replica.way_of_update)
+    return touched * _sharing_bandwidth(machine) / owners / machine.rates.update(replica.way_of_update(plan.shard))
 
 
 def _trainable(weights: Sequence[Weight], divided: bool | None = None) -> int:

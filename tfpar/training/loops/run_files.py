@@ -17,7 +17,7 @@ from tfpar.guards.restarts import RestartLog
 from tfpar.monitor.run_info import stopping_option
 from tfpar.optim.plateau import PlateauController
 from tfpar.outer.local import saved as local
-from tfpar.parallel.split import shape_of
+from tfpar.parallel.split import assign_whole, shape_of
 from tfpar.precision import LossScale
 from tfpar.training import sharding
 from tfpar.training.loops.state import LoopState
@@ -240,24 +240,27 @@ class RunFiles:
             return
         if share is not None and run["workers"] == program.topology.workers and share.fits(own):
             run_state.restore(variables, checkpoint.arrays, run["variables"])
-            share.restore({}, own)
+            share.restore(own=own)
             return
-        arrays = dict(checkpoint.arrays)
+        saved = checkpoint.arrays
+        assert isinstance(saved, SavedArrays)
         weights = program.model.trainable_variables
+        pieces: dict[str, np.ndarray] = {}
         if run.get("shard", "none") != "none":
-            saved = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
-            arrays |= sharding.whole_arrays(saved, [shape_of(weight) for weight in weights])
-        exact = sharding.take_exact_weights(arrays)
+            shares = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
+            pieces = sharding.whole_arrays(shares, [shape_of(weight) for weight in weights])
+        exact = sharding.take_exact_weights(pieces)
+        in_pieces = {name: variable for name, variable in variables.items() if name in pieces}
+        in_one = {name: variable for name, variable in variables.items() if name not in pieces}
+        wanted = {name for name in saved if share is None or name in variables or name.startswith("model/")}
+        run_state.restore(in_pieces, pieces if share is None else {name: pieces[name] for name in in_pieces})
+        run_state.restore(in_one, saved.only(wanted), run["variables"])
         # Residuals that owners had not sent take effect now or, if the weights have an owner again, with the next step.
-        names = {id(variable): name for name, variable in variables.items()}
-        unowned = range(len(weights)) if share is None else share.whole
-        arrays |= {names[id(weights[index])]: exact[index] for index in unowned if index in exact}
-        if share is None:
-            run_state.restore(variables, arrays, run["variables"])
-            return
-        shared = {name: array for name, array in arrays.items() if name in variables or name.startswith("model/")}
-        run_state.restore(variables, shared, run["variables"])
-        share.restore(arrays, None, exact)
+        for index in range(len(weights)) if share is None else share.whole:
+            if index in exact:
+                assign_whole(weights[index], exact[index])
+        if share is not None:
+            share.restore(lambda name: pieces[name] if name in pieces else saved.get(name), exact=exact)
 
     def _exchange_state(self, step: int, worker: int) -> dict[str, np.ndarray]:
         """The exchange state that a worker saved, without its place in a stream and its share of the optimizer."""

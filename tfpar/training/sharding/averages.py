@@ -7,11 +7,12 @@ gathered into the model's own variables; the weights wait in the host's memory m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import new_group
+from tfpar.exchange.sharding.shards import ShardedVector
 from tfpar.optim import optimizers
 from tfpar.parallel.split import whole
 from tfpar.parallel.topology import Topology
@@ -45,9 +46,11 @@ class SharedAverages(MovingAverages):
 
     def values(self) -> Iterator[tuple[keras.Variable, np.ndarray]]:
         """See `MovingAverages`."""
-        if self.exist:
-            with self.shown():
-                yield from [(variable, whole(variable)) for variable in self._model.trainable_variables]
+        if not self.exist:
+            return
+        with self.shown():
+            found = [(variable, whole(variable)) for variable in self._model.trainable_variables]
+        yield from found  # whose weights are the model's own again, as the caller may assign them
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -55,34 +58,62 @@ class SharedAverages(MovingAverages):
         if self._shown or not self.exist:
             yield
             return
-        before: list[tuple[Any, np.ndarray]] = []
+        before: list[tuple[Sequence[Any], np.ndarray]] = []
         self._shown = True
         try:
             for place in self._share.places:
                 for index, average in self._of_place(place):
-                    for copy in place.copies_of(index):
-                        before.append((copy, copy.numpy()))
-                        copy.assign(average)
+                    copies = place.copies_of(index)
+                    before.append((copies, copies[0].numpy()))
+                    _assign(copies, average)
             yield
         finally:
-            for copy, value in before:
-                copy.assign(value)
+            for copies, value in before:
+                _assign(copies, value)
             self._shown = False
 
     def _of_place(self, place: PlaceShare) -> Iterator[tuple[int, np.ndarray]]:
         """The averages of what the devices of a place have of their weights, with the number of the weight there."""
         for number, vector in enumerate(place.vectors):
-            own = np.concatenate([_shard_of(owner, number, vector.shard_elements) for owner in place.replicas])
-            flat = np.concatenate(self._agreement.gather_arrays(own))
-            start = 0
-            for index, size in vector.segments:
-                if index >= 0:
-                    yield index, flat[start : start + size].reshape(place.variables[index].shape)
-                start += size
+            shards = [_shard_of(owner, number, vector.shard_elements) for owner in place.replicas]
+            yield from _tensors(vector, self._agreement, np.concatenate(shards), place.variables)
         first = place.replicas[0]
-        for index, average in zip(place.whole, _averages(first)[len(first.variables) :], strict=True):
+        begin = len(first.variables)
+        averages = _averages(first)[begin : begin + len(place.whole)]
+        for index, average in zip(place.whole, averages, strict=True):
             if average is not None:
                 yield index, average.numpy()
+
+
+def _tensors(
+    vector: ShardedVector, agreement: WorkerAgreement, own: np.ndarray, variables: Sequence[keras.Variable]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The tensors of a vector, with their numbers, from the shards of all workers.
+
+    The shards of one worker after the other are sent, so that no worker needs memory for the whole vector.
+
+    Args:
+      vector: The vector.
+      agreement: All workers.
+      own: This worker's shards, end to end.
+      variables: Variables of the shapes of the tensors, by their numbers.
+    """
+    rows = (agreement.broadcast([own], rank)[0] for rank in range(agreement.size))
+    row, used = next(rows), 0
+    for index, size in vector.segments:
+        parts, left = [], size
+        while left:
+            if used == row.size:
+                row, used = next(rows), 0
+            parts.append(row[used : used + left])
+            used, left = used + parts[-1].size, left - parts[-1].size
+        if index >= 0:
+            yield index, np.concatenate(parts).reshape(variables[index].shape)
+
+
+def _assign(copies: Sequence[Any], value: np.ndarray) -> None:
+    for copy in copies:
+        copy.assign(value)
 
 
 def _shard_of(owner: ReplicaShare, number: int, elements: int) -> np.ndarray:

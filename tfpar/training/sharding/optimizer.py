@@ -8,9 +8,10 @@ share, of the parts that its devices have (`PlaceShare`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, ExperimentConfig
@@ -21,9 +22,9 @@ from tfpar.exchange.sharding.shards import Piece
 from tfpar.parallel.split import copies_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.sharding.place_share import Place, PlaceShare
+from tfpar.training.sharding.place_share import Place, PlaceShare, can_be_in_pieces
 from tfpar.training.sharding.replica_share import ReplicaShare, name_of
-from tfpar.training.sharding.saved import WEIGHTS, is_share
+from tfpar.training.sharding.saved import SHARED, WEIGHTS, is_share
 
 import keras
 import numpy as np
@@ -75,22 +76,22 @@ class OwnShare:
         exchange = specs.parse(config.exchange.exchange if topology.data_workers > 1 else "none")
         self._keeps_exact = sharded_codec(exchange) is not None
 
+        names: list[str] = []
+
         def make_optimizer() -> keras.optimizers.Optimizer:
             optimizer = spec.create(config)
             _check_optimizer(optimizer)
+            names.append(optimizer.name)
+            optimizer.name = names[0]  # state is saved by it, and any device may be the one that saves
             return optimizer
 
+        if topology.pipeline_spans_workers:
+            _check_all_can_be_in_pieces(self.variables, config.train.shard)
         self._divided = divided
         self.places = [
             PlaceShare(place, self.variables, make_optimizer, topology, exchange)
             for place in _places(self.variables, devices, divided)
         ]
-        if self.whole and topology.pipeline_spans_workers:
-            path = self.variables[self.whole[0]].path
-            raise ConfigError(
-                f"--shard={config.train.shard}: {path} has a constraint, or is not float32, so that every replica "
-                "updates it as a whole; pipelines over several workers cannot do that. Use --shard=none."
-            )
 
     @classmethod
     def of(
@@ -123,12 +124,8 @@ class OwnShare:
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer of the first device that has one; all have its learning rate."""
-        return self._first.optimizer
-
-    @property
-    def _first(self) -> ReplicaShare:
-        return next((each for each in self.replicas if each.optimizer.built), self.replicas[0])
+        """The optimizer of the first device; all have its learning rate and its count of iterations."""
+        return self.places[0].replicas[0].optimizer
 
     @property
     def whole(self) -> list[int]:
@@ -164,9 +161,9 @@ class OwnShare:
 
     def shared_variables(self) -> list[keras.Variable]:
         """Variables of the optimizers that are the same on every worker; the first, of those that all places have."""
-        firsts = [self._first, *(place.replicas[0] for place in self.places)]
-        every = [variable for first in firsts for variable in first.common_variables()]
-        return [*{name_of(variable): variable for variable in reversed(every)}.values()][::-1]
+        first, *others = (place.replicas[0].common_variables() for place in self.places)
+        known = {*map(name_of, first)}
+        return [*first, *(variable for other in others for variable in other if name_of(variable) not in known)]
 
     def load_weights(self) -> None:
         """Sets the pieces to the current values of the model's weights."""
@@ -174,22 +171,24 @@ class OwnShare:
             place.load_weights({})
 
     def export(self) -> dict[str, np.ndarray]:
-        """The state of this worker's pieces, for its file of a checkpoint, by names that `whole_arrays` reads."""
-        return {
+        """The state of this worker's pieces, for its file of a checkpoint, by names that `whole_arrays` reads; never
+        empty, because all workers of a run write such a file or none does."""
+        return {SHARED: np.zeros(0, np.float32)} | {
             place.parts[piece.index].key(piece.begin, name): np.array(variable.numpy(), copy=True, order="C")
             for place, name, piece, variable, _ in self._state()
         }
 
     def restore(
         self,
-        arrays: Mapping[str, np.ndarray],
-        own: Mapping[str, np.ndarray] | None,
+        read: Callable[[str], np.ndarray | None] = lambda name: None,
+        *,
+        own: Mapping[str, np.ndarray] | None = None,
         exact: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         """Restores the state of the pieces; call it after the model's weights have been restored.
 
         Args:
-          arrays: State of whole weights by name.
+          read: Returns the state of a whole weight by its name; None if there is none.
           own: The export of a worker of the same rank, if it had the same share; then nothing else is read.
           exact: The owners' exact weights by index, if they differ from the model's.
 
@@ -198,16 +197,17 @@ class OwnShare:
         """
         for place in self.places:
             place.load_weights(exact or {})
-        common = {name_of(variable): variable for variable in self.shared_variables()}
-        for replica in self.replicas:
-            for variable in replica.common_variables():
+        shared = self.shared_variables()
+        common, restored = {name_of(variable): variable for variable in shared}, {*map(id, shared)}
+        for variable in itertools.chain(*(replica.common_variables() for replica in self.replicas)):
+            if id(variable) not in restored:  # those of no weight, whose names are unique
                 variable.assign(common[name_of(variable)].numpy())
         wrong = []
         for place, name, piece, variable, fill in self._state():
             if own is not None:
                 variable.assign(own[place.parts[piece.index].key(piece.begin, name)])
             elif name != WEIGHTS:
-                value = place.of_whole(arrays.get(name), piece, variable, fill)
+                value = place.of_whole(read(name), piece, variable, fill)
                 if value is None:
                     wrong.append(name)
                 else:
@@ -224,7 +224,7 @@ class OwnShare:
             place.parts[piece.index].key(piece.begin, name): tuple(variable.shape)
             for place, name, piece, variable, _ in self._state()
         }
-        return shapes == {name: array.shape for name, array in own.items() if is_share(name)}
+        return shapes == {name: array.shape for name, array in own.items() if is_share(name) and name != SHARED}
 
     def _state(self) -> Iterator[tuple[PlaceShare, str, Piece, keras.Variable, float]]:
         """For everything that belongs to a piece: its place, its name for the whole weight, the piece, the variable,
@@ -255,6 +255,20 @@ def _places(weights: Sequence[keras.Variable], devices: Sequence[str], divided: 
         copies = [copy.device for copy in copies_of(weights[indices[0]])] if indices else devices
         places.append(Place(indices, program, copies[program::count], one_of_several=True))
     return places
+
+
+def _check_all_can_be_in_pieces(weights: Sequence[keras.Variable], shard: str) -> None:
+    """Refuses weights that every replica would update as a whole.
+
+    Raises:
+      ConfigError: Names one.
+    """
+    path = next((variable.path for variable in weights if not can_be_in_pieces(variable)), None)
+    if path:
+        raise ConfigError(
+            f"--shard={shard}: {path} has a constraint, or is not float32, so that every replica updates it as a "
+            "whole; pipelines over several workers cannot do that. Use --shard=none."
+        )
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

@@ -123,7 +123,7 @@ class PlaceShare:
         """
         codec = sharded_codec(exchange)
         sizes = [math.prod(variable.shape) for variable in self.variables]
-        fitting = [index for index, each in enumerate(self.variables) if _can_be_in_pieces(each)]
+        fitting = [index for index, each in enumerate(self.variables) if can_be_in_pieces(each)]
         large = [
             index for index in fitting if exchange.options.is_compressible(tf.TensorShape(self.variables[index].shape))
         ]
@@ -176,7 +176,8 @@ class PlaceShare:
         return whole if tuple(whole.shape) == tuple(variable.shape) else None
 
 
-def _can_be_in_pieces(variable: keras.Variable) -> bool:
+def can_be_in_pieces(variable: keras.Variable) -> bool:
+    """Whether a replica may update a part of a weight by itself."""
     return variable.dtype == "float32" and variable.constraint is None
 
 

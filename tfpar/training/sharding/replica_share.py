@@ -32,6 +32,8 @@ class ReplicaShare:
       owned: Its pieces.
       variables: The variables that hold them.
       positions: For each of these variables its vector, and its index among the worker's pieces of that vector.
+      idle: A variable of one element, if the optimizer would have none: Keras 3.15 then counts no iterations, and these
+        must be the same everywhere.
     """
 
     def __init__(
@@ -48,15 +50,22 @@ class ReplicaShare:
         self.positions = [position for position, _ in owned]
         with tf.device(device):
             self.variables = [make(piece) for piece in self.owned]
-            if self.variables or whole:
-                build_for_some(optimizer, [*self.variables, *whole], every)
+            nothing = not self.variables and not whole
+            self.idle = [keras.Variable(tf.zeros([1]), name="nothing")] if nothing else []
+            build_for_some(optimizer, [*self.variables, *whole, *self.idle], every)
         self.optimizer = optimizer
-        self._whole = len(whole)
+        self._weights = len(self.variables) + len(whole)
         self._initial = {id(variable): _first_element(variable) for _, _, variable in self.slots()}
 
     def common_variables(self) -> list[keras.Variable]:
         """Variables of the optimizer that belong to no piece, in order."""
-        return [variable for variable in self.optimizer.variables if self._slot(variable) is None]
+        starts = tuple(map(_reference, self.idle))
+        of_idle = {key for key, (place, _) in self._in_lists.items() if place >= self._weights}
+        return [
+            variable
+            for variable in self.optimizer.variables
+            if self._slot(variable) is None and id(variable) not in of_idle and not name_of(variable).startswith(starts)
+        ]
 
     def slots(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
         """For each slot of a piece: its name for the whole weight without the optimizer's prefix, the piece and the
@@ -88,7 +97,7 @@ class ReplicaShare:
     def _in_lists(self) -> dict[int, tuple[int, str]]:
         """For variables in attributes of the optimizer that have one for each weight, by `id`: the index of the weight,
         and the name of the attribute."""
-        count = len(self.variables) + self._whole
+        count = self._weights + len(self.idle)
         every = [*map(id, self.optimizer.variables)]
         lists = {
             name: value

@@ -17,6 +17,7 @@ import numpy as np
 
 _PREFIX = "shard/"
 WEIGHTS = "weights"  # the name of the owners' exact weights
+SHARED = f"{_PREFIX}of"  # in the file of every worker of a sharded run, also of one that owns nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def whole_arrays(exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[S
     pieces: dict[tuple[str, int], dict[Part, dict[int, np.ndarray]]] = {}
     for export in exports:
         for key, array in export.items():
-            if key.startswith(_PREFIX):
+            if is_share(key) and key != SHARED:
                 text, begin, name = key.removeprefix(_PREFIX).split("/", 2)
                 part = Part.named(text)
                 pieces.setdefault((name, part.index), {}).setdefault(part, {})[int(begin)] = array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfpar.exchange.sharding.reducer import Norms, Scattered
@@ -79,13 +79,12 @@ class ShardedStep(TrainStep):
 
     def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """The norm over all devices of a replica, from the norms of the places of this worker."""
-        return found[0] if len(found) == 1 else tf.sqrt(self._squares_of_layers(found))
+        return tf.cast(tf.sqrt(self._squares_of_layers(found)), tf.float32)
 
     def _squares_of_layers(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The sum of squares over the layers of this worker, from the norms of its places; without weights that another
-        worker with other stages counts."""
-        counted = [tf.square(norm) for norm, place in zip(found, self._share.places, strict=True) if place.counts_here]
-        return tf.add_n([tf.zeros([]), *counted])
+        """The sum of squares over the layers of this worker, float64, from the norms of its places. Leaves out weights
+        that another worker with other stages counts."""
+        return _sum_of_squares(norm for norm, place in zip(found, self._share.places, strict=True) if place.counts_here)
 
     def _update_share(
         self,
@@ -126,8 +125,6 @@ class ShardedStep(TrainStep):
     ) -> Tensors:
         """Updates the pieces of one replica; returns their new values and those of `others`, which it does not
         assign."""
-        if not owner.variables and not others:
-            return []
         common = [replica.first(variable) for variable in owner.common_variables()]
         values = [replica.first(variable).read_value() for variable in others]
         state = [variable.read_value() for variable in common]
@@ -153,13 +150,14 @@ class ShardedStep(TrainStep):
         Returns:
           New values of the pieces and of `others`, and those of `common`.
         """
-        pieces = [replica.first(variable) for variable in owner.variables]
+        pieces = [replica.first(variable) for variable in [*owner.variables, *owner.idle]]
         slots = [replica.first(variable) for variable in owner.optimizer.variables]
         elsewhere = {id(variable) for variable in owner.common_variables()}
         here = [id(variable) not in elsewhere for variable in owner.optimizer.variables]
         given = iter(common)
         state = [slot.read_value() if is_here else next(given) for slot, is_here in zip(slots, here, strict=True)]
         params = [piece.read_value() for piece in pieces]
+        gradients = [*gradients, *(tf.zeros([1]) for _ in owner.idle)]
         gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(gradients, pieces, strict=True)]
         new, new_state = pure_apply(
             *(owner.optimizer, state, [*params, *others], [*gradients, *gradients_of_others], rate),
@@ -169,7 +167,8 @@ class ShardedStep(TrainStep):
         changed = [*pieces, *itertools.compress(slots, here)]
         stored = replica.assign(changed, [*new[: len(pieces)], *itertools.compress(new_state, here)])
         with tf.control_dependencies(stored):
-            return [tf.identity(value) for value in new], [
+            # An idle variable is there only if there are no others.
+            return [tf.identity(value) for value in new[len(owner.idle) :]], [
                 value for value, is_here in zip(new_state, here, strict=True) if not is_here
             ]
 
@@ -222,10 +221,11 @@ class DividedShardedStep(ShardedStep, DividedStep):
         """If layers span workers, all of these have the whole weights, which count once."""
         if not self._axis.spans_workers:
             return super()._squares_of_layers(found)
-        counted = [*zip(found, self._share.places, strict=True)]
-        of_parts = [tf.square(norm) for norm, place in counted if place.divided and place.counts_here]
-        of_whole = [tf.square(norm) for norm, place in counted if not place.divided and place.counts_here]
-        return tf.add_n([self._axis.sum_of_worker(tf.add_n([tf.zeros([]), *of_parts])), *of_whole])
+        counted = [pair for pair in zip(found, self._share.places, strict=True) if pair[1].counts_here]
+        of_parts = _sum_of_squares(norm for norm, place in counted if place.divided)
+        return self._axis.sum_of_worker(of_parts) + _sum_of_squares(
+            norm for norm, place in counted if not place.divided
+        )
 
 
 class PipelineShardedStep(ShardedStep, PipelineStep):
@@ -259,7 +259,7 @@ class OverWorkersShardedStep(ShardedStep, OverWorkersStep):
 
     def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """See `ShardedStep`."""
-        return tf.sqrt(self._sum(self._squares_of_layers(found)))
+        return tf.cast(tf.sqrt(self._sum(self._squares_of_layers(found))), tf.float32)
 
 
 class DividedOverWorkersShardedStep(OverWorkersShardedStep, DividedShardedStep, DividedOverWorkersStep):
@@ -270,6 +270,11 @@ class DividedOverWorkersShardedStep(OverWorkersShardedStep, DividedShardedStep, 
       *args: See `DividedOverWorkersStep`.
       **kwargs: See `DividedOverWorkersStep`.
     """
+
+
+def _sum_of_squares(norms: Iterable[tf.Tensor]) -> tf.Tensor:
+    """In float64, in which no square of a float32 overflows."""
+    return tf.add_n([tf.zeros([], tf.float64), *(tf.square(tf.cast(norm, tf.float64)) for norm in norms)])
 
 
 _SHARDED: dict[Any, type[ShardedStep]] = {
