@@ -120,14 +120,18 @@ def test_four_workers_hold_two_pipelines(tmp_path):
 
 
 def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
-    """With moving averages, which are evaluated; stopped, resumed there, and again on one device."""
-    options = {"accumulate_steps": 2, "ema": 0.9}
-    run = {"mesh": "data:2,pipeline:2", "shard": "optimizer", **options, "workdir": str(tmp_path / "run")}
-    _, found = on_workers(4, tmp_path / "out", {**run, "stop_after": 11}, run)
-    weights, results, _ = alone("dense", **options)
-    assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
-    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, **options)
-    assert further.results["steps"] == divided.STEPS + 1
+    """With moving averages, which are evaluated; stopped, resumed there, and on one device. Also where the chief's
+    stage has nothing to train."""
+    mesh, options = {"mesh": "data:2,pipeline:2", "shard": "optimizer"}, {"accumulate_steps": 2, "ema": 0.9}
+    kinds = {"all": options, "last": {**options, "trainable": "/(fourth|last)/", "steps": 9}}
+    runs = [{**mesh, **kind, "workdir": str(tmp_path / name)} for name, kind in kinds.items()]
+    stopped = [{**run, "stop_after": 7} for run in runs]
+    *_, everything, last = on_workers(4, tmp_path / "out", *stopped, *runs)
+    for (name, kind), found in zip(kinds.items(), (everything, last), strict=True):
+        weights, results, _ = alone("dense", **kind)
+        assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
+        further = divided.here(workdir=str(tmp_path / name), **{**kind, "steps": divided.STEPS + 1})
+        assert int(further.optimizer.iterations.numpy()) == divided.STEPS + 1
 
 
 @pytest.mark.proof
@@ -149,6 +153,16 @@ def test_shards_beside_pipelines_over_workers(tmp_path, workers, options):
     tied, frozen = on_workers(workers, tmp_path / "more", *({**sharded, **common, **case} for case in cases))
     for found, case in zip((tied, frozen), cases, strict=True):
         assert_close(found, alone(**{"model": "dense", **common, **case})[0])
+
+
+@pytest.mark.proof
+def test_the_stages_that_have_a_layer_round_it_alike(tmp_path):
+    """`on_workers` compares their copies, also with the stochastic rounding of a codec."""
+    options = {"mesh": "data:2,pipeline:2", "accumulate_steps": 2, "model": "shared_layer", "steps": 6}
+    codec = {"exchange": "int8:rounding=stochastic,min_elements=64", "shard": "optimizer"}
+    dense, encoded = on_workers(4, tmp_path / "out", options, {**options, **codec})
+    assert any(name.startswith("own shared") for name in encoded)
+    assert_near(encoded, {name: value for name, value in dense.items() if name.startswith("own shared")})
 
 
 def test_two_workers_divide_the_layers_of_their_stages(tmp_path):

@@ -123,9 +123,12 @@ def test_two_workers_hold_a_language_model_between_them(tmp_path):
 
 def test_two_replicas_of_two_workers_each(tmp_path):
     mesh = {"mesh": "data:2,model:2", "steps": 10}
-    found, sharded = on_workers(4, tmp_path / "out", mesh, {**mesh, "shard": "optimizer", "ema": 0.9})
+    only_parts = {"trainable": "(first|second|third|fourth)/kernel", "clip_norm": 0.05, "steps": 6}
+    shards = {**mesh, "shard": "optimizer"}
+    found, sharded, parts = on_workers(4, tmp_path / "out", mesh, {**shards, "ema": 0.9}, {**shards, **only_parts})
     expected = alone("dense", steps=10, ema=0.9)
     assert_close(found, expected[0])
+    assert_close(parts, alone("dense", **only_parts)[0])
     assert_close(sharded, {**expected[0], "eval loss": np.array(expected[1]["loss"])})
 
 

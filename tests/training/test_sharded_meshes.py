@@ -12,6 +12,7 @@ import math
 import shutil
 from typing import Any
 
+import tfpar
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_as_alone
 from tfpar.parallel.split import shape_of, split_of
@@ -104,3 +105,35 @@ def test_resumed_to_the_same_bits(tmp_path):
     on("data:2,model:2", 4, stop_after=4, **saved)
     for name, value in divided.weights_of(on("data:2,model:2", 4, **saved)).items():
         np.testing.assert_array_equal(value, once[name], err_msg=name)
+
+
+def test_weights_with_constraints_are_resumed_on_one_device(tmp_path):
+    """Each replica updates them as a whole; the second stage has one, too."""
+    options = {"model": "constrained", "optimizer": "adamw", "learning_rate": 0.01, "steps": 8}
+    saved = {**options, "workdir": str(tmp_path / "run")}
+    trainer = on("data:2,pipeline:2", 4, stop_after=4, **SHARD, **saved)
+    assert [len(place.whole) for place in trainer.program.share.places] == [1, 1]
+    found, expected = (divided.weights_of(divided.here(**each)) for each in (saved, options))
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2,pipeline:2"])
+def test_gradients_whose_squares_float32_does_not_hold_are_clipped(mesh):
+    runtime = divided.runtime_of("mirrored", mesh, 4)
+    keras.utils.clear_session()
+    options = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "weight_decay_exclude": "", **SHARD}
+    config = tfpar.ExperimentConfig.from_flat_dict(
+        {**divided.COMMON, "strategy": "mirrored", "devices": 4, "mesh": mesh, "schedule": "constant", **options}
+    )
+
+    def loss(y, outputs):
+        return 1e21 * keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
+
+    trainer = tfpar.Trainer(divided.dense, loss=loss, config=config, runtime=runtime)
+    before = divided.weights_of(trainer)
+    trainer.fit(*divided.data("dense"), steps=1)
+    change = (
+        sum(float(np.sum((value - before[name]) ** 2)) for name, value in divided.weights_of(trainer).items()) ** 0.5
+    )
+    assert change == pytest.approx(0.1 * divided.COMMON["clip_norm"], rel=1e-3)

@@ -309,7 +309,7 @@ class Exchange:
           RuntimeError: `build` was called without `per_device`.
         """
         if not isinstance(self._reducer, PlacesReducer):
-            raise RuntimeError("sum_vector needs an exchange that was built with per_device=True")
+            raise RuntimeError("sum_vector needs an exchange that was built with per_device")
         return self._reducer.sum_vector(vector)
 
     def scatter_shards(

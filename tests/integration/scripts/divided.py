@@ -181,8 +181,31 @@ def own_mask() -> keras.Model:
     return keras.Model(tokens, outputs)
 
 
+def constrained() -> keras.Model:
+    """Weights that only a whole update keeps within their bounds, in the first and in the last layers."""
+
+    def bounded(units: int, name: str) -> keras.layers.Layer:
+        return keras.layers.Dense(units, "tanh", name=name, kernel_constraint=keras.constraints.MaxNorm(0.8))
+
+    plain = [keras.layers.Dense(24, name="second"), keras.layers.Dense(128, "relu", name="third")]
+    return keras.Sequential(
+        [keras.Input((12,)), bounded(64, "first"), *plain, bounded(48, "fourth"), keras.layers.Dense(3)]
+    )
+
+
+def shared_layer() -> keras.Model:
+    """A layer on two stages, which is the first of neither."""
+    x = inputs = keras.Input((12,))
+    shared = keras.layers.Dense(64, "tanh", name="shared")
+    x = shared(keras.layers.Dense(64, "tanh")(x))
+    x = keras.layers.Dense(64, "tanh")(keras.layers.Dense(64, "tanh")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(shared(x)))
+
+
 MODELS = {
     "dense": dense,
+    "constrained": constrained,
+    "shared_layer": shared_layer,
     "batch_statistics": batch_statistics,
     "attention": attention,
     "language_model": language_model,
