@@ -182,6 +182,24 @@ def test_parameter_servers_refuse_what_needs_an_order_or_agreement():
             validate.validate_data(config, topology, of_shape([6]), None)
 
 
+def test_whole_tensors_are_refused_where_devices_have_parts_and_taken_where_shards_consist_of_them():
+    def check(shard: str, pipeline: int, model: int) -> None:
+        spans = {"pipeline_devices": pipeline, "model_devices": model, "replica_workers": pipeline * model}
+        topology = Topology(name="multi_worker", workers=2 * pipeline * model, **spans)
+        flat = {"optimizer": "muon", "shard": shard, "global_batch_size": 4, "steps": 3}
+        validate._check_whole_tensors(ExperimentConfig.from_flat_dict(flat), topology)
+
+    check("optimizer", pipeline=2, model=1)
+    for shard, pipeline, model, instead in (
+        ("none", 2, 1, "--shard=optimizer"),
+        ("weights", 1, 1, "--shard=optimizer"),
+        ("optimizer", 1, 2, "--mesh=data:... alone"),
+        ("optimizer", 2, 2, "--mesh=data:... alone"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--optimizer=muon needs whole tensors.*or {instead}\.$"):
+            check(shard, pipeline, model)
+
+
 def test_more_classes_than_outputs_are_refused_where_labels_are_indices():
     config = ExperimentConfig.from_flat_dict({"global_batch_size": 4, "steps": 3})
     built = model()

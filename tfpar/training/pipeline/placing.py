@@ -39,13 +39,16 @@ class PipelinePlacing(Placing):
     Args:
       runtime: The running strategy.
       layout: How layers are divided, see `find_layout`.
+      sharded: Whether the optimizer is built for a share of this worker's own weights. Otherwise it is built for all
+        weights, of which those of other workers have no elements here.
     """
 
     several = True
     core_class = PipelineCore
     topology: Topology
 
-    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None, *, sharded: bool = False) -> None:
+        self._sharded = sharded
         self.topology = topology = runtime.topology
         mesh = topology.mesh
         self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, topology.local_places, mesh.model)
@@ -86,7 +89,7 @@ class PipelinePlacing(Placing):
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         """See `Placing`."""
         check_pipeline(core)
-        if self._axis or self._worker:
+        if self._axis or (self._worker and not self._sharded):
             check_divided(optimizer, core)
 
     @contextlib.contextmanager

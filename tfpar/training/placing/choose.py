@@ -32,7 +32,7 @@ def placing_of(
     """
     mesh, options = runtime.topology.mesh, options or TrainConfig()
     if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
-        return PipelinePlacing(runtime, layout)
+        return PipelinePlacing(runtime, layout, sharded=options.shard != "none" and runtime.topology.replicas > 1)
     if mesh.model > 1:
         return DividedPlacing(runtime, layout)
     if layout:
