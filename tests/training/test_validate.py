@@ -183,21 +183,21 @@ def test_parameter_servers_refuse_what_needs_an_order_or_agreement():
 
 
 def test_whole_tensors_are_refused_where_devices_have_parts_and_taken_where_shards_consist_of_them():
-    def check(shard: str, pipeline: int, model: int) -> None:
-        spans = {"pipeline_devices": pipeline, "model_devices": model, "replica_workers": pipeline * model}
-        topology = Topology(name="multi_worker", workers=2 * pipeline * model, **spans)
+    def check(shard: str, stages: int, parts: int) -> None:
+        spans = {"pipeline_devices": stages, "model_devices": parts, "replica_workers": stages * parts}
+        topology = Topology(name="multi_worker", workers=2 * stages * parts, **spans)
         flat = {"optimizer": "muon", "shard": shard, "global_batch_size": 4, "steps": 3}
         validate._check_whole_tensors(ExperimentConfig.from_flat_dict(flat), topology)
 
-    check("optimizer", pipeline=2, model=1)
-    for shard, pipeline, model, instead in (
+    check("optimizer", stages=2, parts=1)
+    for shard, stages, parts, instead in (
         ("none", 2, 1, "--shard=optimizer"),
         ("weights", 1, 1, "--shard=optimizer"),
         ("optimizer", 1, 2, "--mesh=data:... alone"),
         ("optimizer", 2, 2, "--mesh=data:... alone"),
     ):
-        with pytest.raises(ConfigError, match=rf"--optimizer=muon needs whole tensors.*or {instead}\.$"):
-            check(shard, pipeline, model)
+        with pytest.raises(ConfigError, match=rf"--optimizer=muon needs whole tensors.*or {instead}\."):
+            check(shard, stages, parts)
 
 
 def test_more_classes_than_outputs_are_refused_where_labels_are_indices():
