@@ -241,7 +241,9 @@ REPEATS = {
         "ValueError",
         "KeyboardInterrupt",
     ),
-    "tests/training/model/test_building.py::test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them": ("2",),
+    "tests/training/model/test_building.py::test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them": (
+        "2-none",
+    ),
     "tests/training/model/test_building.py::test_layers_are_frozen_and_unfrozen_between_two_fits": ("2",),
     "tests/training/model/test_call.py::test_a_loss_object_in_the_forward_pass_counts_once_on_any_number_of_replicas": (
         "1",

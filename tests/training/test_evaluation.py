@@ -122,7 +122,11 @@ MOMENTUM = 0.6
 STEPS = 6
 
 
-@pytest.fixture(scope="module", params=[(1, "none"), (3, "none"), (3, "optimizer"), (2, "weights")])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "none"), (3, "none"), (3, "optimizer"), (2, "weights")],
+    ids=["1", "3", "3-optimizer", "2-weights"],
+)
 def averaged(request, tmp_path_factory):
     """A run with moving averages that kept a checkpoint of every step."""
     workdir = tmp_path_factory.mktemp("averaged")
