@@ -166,12 +166,12 @@ def test_gradients_are_kept_only_for_the_steps_that_are_compared():
             return tf.reduce_sum(kept), tf.reduce_sum(total)
 
     run(tf.constant(0, tf.int64))
-    peaks = []
-    for step in range(4):
+    peaks: dict[int, list[int]] = {step: [] for step in range(4)}
+    for step in [*peaks] * 10:  # on a loaded machine, the branch may still hold the gradient when its sum is computed
         tf.config.experimental.reset_memory_stats("CPU:0")
         before = tf.config.experimental.get_memory_info("CPU:0")["current"]
         kept, total = run(tf.constant(step, tf.int64))
-        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+        peaks[step].append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
         assert kept == (-total if step in (0, 3) else 0.0)
     size = 4 * shape.num_elements()
-    assert [round(peak / size) for peak in peaks] == [2, 1, 1, 2]
+    assert [round(min(found) / size) for found in peaks.values()] == [2, 1, 1, 2]
