@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.collectives.group import Group
-from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, groups_of_places, per_device_reducer
 from tfpar.exchange.reducer import ShouldApply, replica_context
 from tfpar.exchange.registry import Spec
-from tfpar.exchange.sharding.reducer import Norms, ShardedReducer, Update, not_summed_here
+from tfpar.exchange.sharding.reducer import Norms, OwnersReducer, ShardedReducer, Update
 
 import tensorflow as tf
 
@@ -41,17 +40,11 @@ class _AtPlace:
     small: dict[int, tf.Tensor]
 
 
-class ShardedPlaces(PlacesReducer):
+class ShardedPlaces(OwnersReducer, PlacesReducer):
     """Sums gradients at their owners, which update their weights, and gathers the new weights, at each place."""
 
     _reducers: Sequence[ShardedReducer]
     _decisive = 0  # scalars of the sidecar that all but the first place sum
-
-    def reduce(
-        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Not supported: no device has all sums of its place."""
-        raise not_summed_here()
 
     def update_shards(
         self,

@@ -69,7 +69,17 @@ class Scattered(NamedTuple):
     finite: tf.Tensor
 
 
-class ShardedReducer(Reducer):
+class OwnersReducer(Reducer):
+    """A reducer with which only the owner of a shard has its sum, and updates its weights with it."""
+
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Not supported: no worker has all sums."""
+        raise NotImplementedError("with sharded optimizer state, call update_shards")
+
+
+class ShardedReducer(OwnersReducer):
     """Sums gradients at their owners, which update their weights, and gathers the new weights.
 
     Args:
@@ -133,12 +143,6 @@ class ShardedReducer(Reducer):
     def state(self) -> list[tf.Variable]:
         """The count of exchanges, and the residuals."""
         return [local_copy(self._step), *(variable for one in self._shards for variable in one.state.values())]
-
-    def reduce(
-        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Not supported: no worker has all sums."""
-        raise not_summed_here()
 
     def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
         """Sends the gradients of one micro-batch to their owners. Called in a replica context.
@@ -361,11 +365,6 @@ class ShardedReducer(Reducer):
             part = vector[begin : begin + one.vector.elements].astype(np.float32)
             begin += one.vector.elements
             one.load(one.vector.from_tensor_order(part))
-
-
-def not_summed_here() -> NotImplementedError:
-    """The error for a sum of all gradients, which sharded optimizer state does without."""
-    return NotImplementedError("with sharded optimizer state, call update_shards")
 
 
 def _first(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:

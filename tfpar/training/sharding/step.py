@@ -79,11 +79,11 @@ class ShardedStep(TrainStep):
 
     def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """The norm over all devices of a replica, from the norms of the places of this worker."""
-        return tf.cast(tf.sqrt(self._squares_of_layers(found)), tf.float32)
+        return tf.cast(tf.sqrt(self._squares_of_replica(found)), tf.float32)
 
-    def _squares_of_layers(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The sum of squares over the layers of this worker, float64, from the norms of its places. Leaves out weights
-        that another worker with other stages counts."""
+    def _squares_of_replica(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The sum of squares over all devices of a replica, float64, from the norms of the places of this worker.
+        Weights on several stages count on one."""
         return _sum_of_squares(norm for norm, place in zip(found, self._share.places, strict=True) if place.counts_here)
 
     def _update_share(
@@ -217,10 +217,10 @@ class DividedShardedStep(ShardedStep, DividedStep):
       **kwargs: See `DividedStep`.
     """
 
-    def _squares_of_layers(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _squares_of_replica(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """If layers span workers, all of these have the whole weights, which count once."""
         if not self._axis.spans_workers:
-            return super()._squares_of_layers(found)
+            return super()._squares_of_replica(found)
         counted = [pair for pair in zip(found, self._share.places, strict=True) if pair[1].counts_here]
         of_parts = _sum_of_squares(norm for norm, place in counted if place.divided)
         return self._axis.sum_of_worker(of_parts) + _sum_of_squares(
@@ -257,9 +257,9 @@ class OverWorkersShardedStep(ShardedStep, OverWorkersStep):
       **kwargs: See `OverWorkersStep`.
     """
 
-    def _joined_norm(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _squares_of_replica(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """See `ShardedStep`."""
-        return tf.cast(tf.sqrt(self._sum(self._squares_of_layers(found))), tf.float32)
+        return self._sum(super()._squares_of_replica(found))
 
 
 class DividedOverWorkersShardedStep(OverWorkersShardedStep, DividedShardedStep, DividedOverWorkersStep):
