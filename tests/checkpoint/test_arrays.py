@@ -9,7 +9,7 @@ import shutil
 from tfpar.checkpoint import format as checkpoint_files
 from tfpar.checkpoint.arrays import Part, SavedArrays, index_from_json, index_of, write_arrays
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.parallel.division import FlatSplit, Split
+from tfpar.parallel.division import Shards, Split
 
 import numpy as np
 import pytest
@@ -31,8 +31,7 @@ AXES = {"model/kernel": (1, 3), "model/table": (0, 1)}  # kernel: query, key and
 
 def part_of(name: str, size: int, rank: int) -> Part:
     axis, groups = AXES[name]
-    stretches = Split(axis, size, groups).stretches(WHOLE[name].shape[axis], rank)
-    return Part(WHOLE[name].shape, axis, tuple(stretches))
+    return Part(WHOLE[name].shape, Split(axis, size, groups).ranges(WHOLE[name].shape, rank))
 
 
 def write(directory: pathlib.Path, size: int) -> list[str]:
@@ -67,7 +66,7 @@ def test_any_other_division_reads_the_parts(tmp_path, size):
                 np.testing.assert_array_equal(
                     saved.read(name, part_of(name, other, rank)), split.part(WHOLE[name], rank)
                 )
-    across = Part((6, 24), 0, ((2, 3),))  # along another dimension than it was saved
+    across = Part((6, 24), {0: ((2, 3),)})  # along another dimension than it was saved
     np.testing.assert_array_equal(saved.read("model/kernel", across), WHOLE["model/kernel"][2:5])
     assert sorted(verified) == names  # each once
 
@@ -80,54 +79,67 @@ def test_any_stretches(tmp_path_factory, stretches):
     saved = SavedArrays(directory, names, lambda path: None, index_of([directory / name for name in names]))
     inside = tuple((start, min(length, 12 - start)) for start, length in stretches)
     expected = np.concatenate([WHOLE["model/table"][start : start + length] for start, length in inside])
-    wanted = Part((12, 3), 0, inside)
+    wanted = Part((12, 3), {0: inside})
     if sum(length for _, length in inside):
         np.testing.assert_array_equal(saved.read("model/table", wanted), expected)
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("size", [1, 3, 5, 40])
-def test_flat_parts_are_read_by_any_division(tmp_path, size):
-    """Also where some workers have nothing but padding: 36 elements, 40 workers."""
+DIVISIONS = [
+    Shards.of((12, 3), 1),
+    Shards.of((12, 3), 5),
+    Shards.of((12, 3), 40),  # some have nothing but padding
+    Shards.of((12, 3), 2, within=Split.padded(0, 5, 12)),
+    Shards.of((12, 3), 4, within=Split.padded(1, 2, 3)),
+    Split(0, 3),
+    Split(1, 3),
+]
+
+
+@pytest.mark.parametrize("saved_as", [None, *DIVISIONS])
+def test_any_division_reads_what_any_has_written(tmp_path, saved_as):
     table = WHOLE["model/table"]
-    split = FlatSplit(table.shape, size)
-    names = [f"{rank}.safetensors" for rank in range(size) if split.own_elements(rank)]
-    for rank, file in enumerate(names):
-        part = split.without_padding(split.part(table, rank), rank, table.shape)
-        write_arrays(
-            tmp_path / file, {"table": part}, {"table": Part(table.shape, None, tuple(split.stretches(36, rank)))}
-        )
+    names = ["0.safetensors"]
+    if saved_as is None:
+        write_arrays(tmp_path / names[0], {"table": table})
+    else:
+        parts = {
+            f"{rank}.safetensors": (part, Part(table.shape, saved_as.ranges(table.shape, rank)))
+            for rank in range(saved_as.size)
+            if (part := saved_as.without_padding(saved_as.part(table, rank), rank, table.shape)).size
+        }
+        names = [*parts]
+        for file, (part, place) in parts.items():
+            write_arrays(tmp_path / file, {"table": np.ascontiguousarray(part)}, {"table": place})
     index = index_of([tmp_path / name for name in names])
     index = index_from_json(json.loads(json.dumps(checkpoint_files.index_as_json(index))), names)
     saved = SavedArrays(tmp_path, names, lambda path: None, index)
     assert saved.shape("table") == table.shape
     np.testing.assert_array_equal(saved["table"], table)
-    for other in (1, 2, 4, 50):
-        flat = FlatSplit(table.shape, other)
-        for rank in range(other):
-            part = saved.read("table", Part(table.shape, None, tuple(flat.stretches(36, rank))))
-            np.testing.assert_array_equal(flat.with_padding(part, flat.elements), flat.part(table, rank))
+    for split in DIVISIONS:
+        for rank in range(split.size):
+            part = saved.read("table", Part(table.shape, split.ranges(table.shape, rank)))
+            expected = split.part(table, rank)
+            np.testing.assert_array_equal(split.with_padding(part, expected.shape), expected)
     for axis in (0, 1):
-        wanted = Part(table.shape, axis, ((1, 1), (0, 2)))
+        wanted = Part(table.shape, {axis: ((1, 1), (0, 2))})
         np.testing.assert_array_equal(saved.read("table", wanted), table.take([1, 0, 1], axis=axis))
 
 
-@pytest.mark.parametrize("parts", ["whole", "rows", "columns"])
-def test_flat_parts_of_what_was_saved_in_another_way(tmp_path, parts):
+def test_parts_of_earlier_versions_are_read(tmp_path):
+    """They had one divided dimension."""
     table = WHOLE["model/table"]
-    axis = None if parts == "whole" else int(parts == "columns")
-    names = ["0.safetensors"] if axis is None else ["0.safetensors", "1.safetensors", "2.safetensors"]
-    for rank, file in enumerate(names):
-        if axis is None:
-            write_arrays(tmp_path / file, {"table": table})
-            continue
-        split = Split(axis, 3)
-        place = Part(table.shape, axis, tuple(split.stretches(table.shape[axis], rank)))
-        write_arrays(tmp_path / file, {"table": split.part(table, rank)}, {"table": place})
-    saved = SavedArrays(tmp_path, names, lambda path: None, index_of([tmp_path / name for name in names]))
-    wanted = Part(table.shape, None, ((4, 9), (0, 1), (35, 1)))
-    flat = table.reshape(-1)
-    np.testing.assert_array_equal(saved.read("table", wanted), np.concatenate([flat[4:13], flat[:1], flat[35:]]))
+    names = ["0.safetensors", "1.safetensors"]
+    for file, part in zip(names, np.split(table, 2), strict=True):
+        write_arrays(tmp_path / file, {"table": part})
+    index = {
+        "table": [
+            {"file": name, "part": {"shape": [12, 3], "axis": 0, "stretches": [[6 * rank, 6]]}}
+            for rank, name in enumerate(names)
+        ]
+    }
+    saved = SavedArrays(tmp_path, names, lambda path: None, index_from_json(index, names))
+    np.testing.assert_array_equal(saved["table"], table)
 
 
 def test_a_worker_opens_only_the_files_that_it_needs(tmp_path):
@@ -150,6 +162,13 @@ def with_part(**changes: object) -> dict[str, object]:
     return {**GOOD, "part": {**GOOD["part"], **changes}}
 
 
+def with_ranges(ranges: object) -> dict[str, object]:
+    return {**GOOD, "part": {"shape": [4, 2], "ranges": ranges}}
+
+
+EVERY = [[start, 1] for start in range(4000)]
+
+
 @pytest.mark.parametrize(
     "index",
     [
@@ -167,9 +186,12 @@ def with_part(**changes: object) -> dict[str, object]:
         {"a": [GOOD, with_part(axis=True)]},
         {"a": [GOOD, with_part(stretches=[[2, 1 << 50]])]},
         {"a": [GOOD, with_part(stretches="ab")]},
-        {"a": [with_part(axis=None), with_part(axis=None, stretches=[[2, 5]])]},
-        {"a": [with_part(axis=None, stretches=[[0, 9]])]},
-        {"a": [GOOD, with_part(axis=None, stretches=[[2, 6]])]},
+        {"a": [with_part(axis=None, stretches=[[0, 3], [3, 5]])]},
+        {"a": [GOOD, with_ranges({"0": [[2, 2]], "1": [[0, 1]]})]},  # one column of the other half
+        {"a": [with_ranges({"0": [[0, 4]], "2": [[0, 1]]})]},
+        {"a": [with_ranges([[0, 4]])]},
+        {"a": [with_ranges({"rows": [[0, 4]]})]},
+        {"a": [{"file": "0.safetensors", "part": {"shape": [4000] * 4, "ranges": {str(n): EVERY for n in range(4)}}}]},
         {"a": [GOOD, with_part(shape=None)]},
         {"a": [GOOD, {"file": "1.safetensors", "part": None}]},
     ],
@@ -178,7 +200,8 @@ def test_an_index_with_anything_else_in_it_is_damaged(index):
     with pytest.raises(ValueError, match=r"index|part"):
         index_from_json(index, ["0.safetensors", "1.safetensors"])
     index_from_json({"a": [GOOD, with_part(stretches=[[2, 2]])]}, ["0.safetensors"])
-    index_from_json({"a": [with_part(axis=None, stretches=[[0, 3], [3, 5]])]}, ["0.safetensors"])
+    columns = [with_ranges({"0": [[2, 2]], "1": [[column, 1]]}) for column in range(2)]
+    index_from_json({"a": [GOOD, *columns]}, ["0.safetensors"])
 
 
 def checkpoint(step: int, rank: int, exchange: bool) -> Checkpoint:
@@ -188,7 +211,7 @@ def checkpoint(step: int, rank: int, exchange: bool) -> Checkpoint:
     return Checkpoint(
         step=step,
         arrays={"model/table": split.part(table, rank)} if rank < 2 else {},
-        parts={"model/table": Part(table.shape, 0, tuple(split.stretches(12, rank)))} if rank < 2 else {},
+        parts={"model/table": Part(table.shape, split.ranges(table.shape, rank))} if rank < 2 else {},
         exchange={"0/worker": np.full(3, rank, np.float32)} if exchange else {},
         run={},
         config={},
@@ -228,7 +251,7 @@ def test_damage_of_a_part_counts_for_those_who_need_it(tmp_path):
     with pytest.raises(ValueError, match="state-00002-of-00002"):
         checkpoint_files.read(path)
     one = checkpoint_files.read(path, needed=lambda arrays: ["state-00001-of-00002.safetensors"])
-    half = Part((12, 3), 0, ((0, 6),))
+    half = Part((12, 3), {0: ((0, 6),)})
     np.testing.assert_array_equal(one.arrays.read("model/table", half), WHOLE["model/table"][:6] + 1)
     with pytest.raises(ValueError, match="state-00002-of-00002"):  # noticed before it is used
         one.arrays["model/table"]
@@ -242,10 +265,10 @@ def test_a_worker_that_cannot_write_its_part_is_named(tmp_path, monkeypatch):
 
     written = staging.write_arrays
 
-    def full(path: pathlib.Path, *arguments: object) -> None:
+    def full(path: pathlib.Path, *arguments: object, **options: str) -> None:
         if path.name.startswith("state-00002"):
             raise OSError(28, "No space left on device")
-        written(path, *arguments)
+        written(path, *arguments, **options)
 
     monkeypatch.setattr(staging, "write_arrays", full)
     chief, second, third = save(tmp_path, 1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import time
 
 from tfpar.checkpoint.arrays import Part
 from tfpar.checkpoint.checkpointer import Checkpointer
-from tfpar.checkpoint.format import FROZEN, Checkpoint, read
+from tfpar.checkpoint.format import FROZEN, Checkpoint, frozen_name, read
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def written(directory, *saved: Checkpoint, keep: int = 3) -> Checkpointer:
     return checkpointer
 
 
-def frozen_file(checkpointer: Checkpointer, step: int) -> os.stat_result:
-    return (checkpointer.directory / f"step-{step:09d}" / FROZEN).stat()
+def frozen_file(checkpointer: Checkpointer, step: int, worker: int = 0, workers: int = 1) -> os.stat_result:
+    return (checkpointer.directory / f"step-{step:09d}" / frozen_name(worker, workers)).stat()
 
 
 def values(checkpointer: Checkpointer, step: int) -> tuple[float, float]:
@@ -61,26 +62,50 @@ def test_checkpoints_have_one_file_between_them(tmp_path):
     assert values(again, 5) == (1.0, 5.0)
 
 
-def test_several_workers_have_one_file_between_them(tmp_path):
-    """Which the first of them writes; each writes its part of the other weights."""
-    halves = [Part((6,), 0, ((0, 3),)), Part((6,), 0, ((3, 3),))]
+@pytest.mark.parametrize("divided", [False, True])
+def test_each_of_several_workers_has_one_file(tmp_path, divided):
+    """With its parts of frozen weights, or without any if the first worker has them whole; each writes its part of the
+    other weights as well."""
 
     def write(worker: int) -> None:
         checkpointer = Checkpointer(tmp_path, worker=worker, workers=2)
         for step in (1, 2):
-            arrays = checkpoint(step).arrays if worker == 0 else {"model/head": np.full([3], -step, np.float32)}
-            own = {"arrays": arrays, "parts": {"model/head": halves[worker]}, "state_files": 2}
-            frozen = {"model/base", "model/flag"} if worker == 0 else ()
-            checkpointer.save(dataclasses.replace(checkpoint(step), frozen=frozen, **own))
+            whole = checkpoint(step).arrays
+            arrays = {"model/head": np.full([3], step * (1 - 2 * worker), np.float32)}
+            parts = {"model/head": Part((6,), {0: ((3 * worker, 3),)})}
+            if divided:
+                arrays["model/base"] = whole["model/base"][:, 5 * worker : 5 * worker + 5].copy()
+                parts["model/base"] = Part((1000, 10), {1: ((5 * worker, 5),)})
+            if worker == 0:
+                arrays = {**whole, **arrays}
+            frozen = arrays.keys() & {"model/base", "model/flag"}
+            own = {"arrays": arrays, "parts": parts, "state_files": 2, "frozen": frozen}
+            checkpointer.save(dataclasses.replace(checkpoint(step), **own))
+            while not (checkpointer.directory / f"step-{step:09d}").exists():  # what is linked must be complete
+                time.sleep(0.01)
         checkpointer.close()
         assert not checkpointer.failures
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         list(threads.map(write, range(2)))
     reader = Checkpointer(tmp_path, worker=1, workers=2)
-    assert frozen_file(reader, 1).st_ino == frozen_file(reader, 2).st_ino
+    for worker in range(2):
+        assert len({frozen_file(reader, step, worker, 2).st_ino for step in (1, 2)}) == 1
+    sizes = [frozen_file(reader, 1, worker, 2).st_size for worker in range(2)]
+    assert (sizes[1] > 20_000) == divided
     assert values(reader, 2) == (1.0, 2.0)
+    np.testing.assert_array_equal(reader.read(2).arrays["model/base"], np.ones([1000, 10]))
     np.testing.assert_array_equal(reader.read(2).arrays["model/head"], [2, 2, 2, -2, -2, -2])
+
+
+def test_the_same_values_at_another_place_are_written_anew(tmp_path):
+    """As other workers have them after a run was resumed on another mesh."""
+    for step, axis in ((1, 0), (2, 1)):
+        part = {"model/base": Part((1000, 1000), {axis: ((0, 1000),)})}
+        arrays = {"model/base": np.zeros([1000, 1000], np.float32), "model/flag": np.array(True)}
+        saved = dataclasses.replace(checkpoint(step), arrays=arrays, parts=part)
+        checkpointer = written(tmp_path, saved)
+    assert frozen_file(checkpointer, 1).st_ino != frozen_file(checkpointer, 2).st_ino
 
 
 def test_weights_that_have_changed_are_written_anew(tmp_path):

@@ -111,9 +111,9 @@ def test_gathered_weights_equal_one_device(tmp_path):
     folder = {"workdir": str(tmp_path / "run")}
     trainer = here("mirrored", 3, shard="weights", stop_after=4, **folder, **options)
     large = [each for each in trainer.model.trainable_variables if split_of(each)]
-    assert [tuple(each.shape) for each in large] == [(72 * 97 // 3,)]
+    assert [tuple(each.shape) for each in large] == [(72 // 3, 97)]
     slots = [each for each in trainer.optimizer.variables if split_of(each)]
-    assert [tuple(each.shape) for each in slots] == 2 * [(72 * 97 // 3,)]
+    assert [tuple(each.shape) for each in slots] == 2 * [(72 // 3, 97)]
     here("mirrored", 2, shard="optimizer", stop_after=8, **folder, **options)
     found = here("mirrored", 2, shard="weights", **folder, **options)
     alone = here("one_device", **options)
@@ -221,16 +221,17 @@ def test_rows_and_columns_of_adafactor(shard, tmp_path):
 
 @pytest.mark.cluster
 def test_sharded_weights_are_resumed_and_exported(tmp_path):
-    """Each worker writes its own parts of weights and optimizer state; frozen weights are one file for both."""
+    """Each worker writes its own parts of weights and optimizer state; those of frozen weights are one file of each."""
     weights_once = resumed(tmp_path, {"shard": "weights", "steps": 12, "trainable": "second|last"})
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
-    first, second = (path.stat().st_size for path in sorted(newest.glob("state-*-of-00002.safetensors")))
+    first, second = (path.stat().st_size for path in sorted(newest.glob("state-0*-of-00002.safetensors")))
     large = 3 * 4 * 72 * 97  # with two moments
     assert large / 2 < second < large / 2 + 2000 < first  # the first also has what both have
     assert first < large / 2 + 24_000
     saved = list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(saved) >= 2
-    assert len({(path / "state-frozen.safetensors").stat().st_ino for path in saved}) == 1
+    for name in ("state-frozen-00001-of-00002.safetensors", "state-frozen-00002-of-00002.safetensors"):
+        assert len({(path / name).stat().st_ino for path in saved}) == 1
     assert_close(weights_once[0], exported(tmp_path / "run"), rtol=0.0)
 
 

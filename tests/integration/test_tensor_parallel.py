@@ -9,6 +9,8 @@ from typing import Any
 from tests.integration.scripts import divided
 from tests.integration.test_multi_worker import launch
 from tests.training.test_tensor_parallel import alone
+from tfpar.checkpoint import checkpointer
+from tfpar.checkpoint.arrays import read_arrays
 from tfpar.checkpoint.run_state import params_sha256
 from tfpar.config import ConfigError
 
@@ -54,18 +56,19 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_two_workers_of_two_devices(tmp_path):
     """They equal one device, also with micro-batches and a loss whose parts are summed beforehand; with int4 they stay
     near it; and what they have saved does not continue on another mesh with what int4 left out."""
-    dense, sharded, language_model, encoded = on_workers(
+    dense, optimizer, gradients, weights, language_model, encoded = on_workers(
         2,
         tmp_path / "out",
         {**MESH, "accumulate_steps": 2, "jit_compile": "auto"},  # XLA compiles the optimizer step alone
-        {**MESH, "accumulate_steps": 2, "shard": "optimizer"},
+        *({**MESH, "accumulate_steps": 2, "shard": shard} for shard in ("optimizer", "gradients", "weights")),
         {**MESH, "model": "language_model", "steps": 6},
         {**MESH, "exchange": "int4:min_elements=64", "workdir": str(tmp_path / "run")},
     )
     expected = alone("dense", accumulate_steps=2)[0]
-    assert_close(dense, expected)
-    assert_close(sharded, expected)
-    assert int(sharded["sent"]) == pytest.approx(int(dense["sent"]), rel=0.01)
+    for found in (dense, optimizer, gradients, weights):
+        assert_close(found, expected)
+    assert int(optimizer["sent"]) == pytest.approx(int(dense["sent"]), rel=0.01)
+    assert int(gradients["sent"]) == pytest.approx(1.5 * int(dense["sent"]), rel=0.01)  # (A + 1) / 2
     assert (dense["compiles_update"], language_model["compiles_update"]) == (True, False)
     assert_close(language_model, alone("language_model", steps=6)[0])
     assert_near(encoded, expected)
@@ -85,7 +88,7 @@ def assert_goes_on_to_the_same_bits(folder: pathlib.Path, mesh: dict[str, Any]) 
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
 def test_two_workers_of_two_devices_go_on_to_the_same_bits(tmp_path, shard):
     assert_goes_on_to_the_same_bits(tmp_path, {**MESH, "shard": shard, "ema": 0.9})
 
@@ -125,15 +128,34 @@ def test_two_replicas_of_two_workers_each(tmp_path):
     mesh = {"mesh": "data:2,model:2", "steps": 10}
     only_parts = {"trainable": "(first|second|third|fourth)/kernel", "clip_norm": 0.05, "steps": 6}
     shards = {**mesh, "shard": "optimizer"}
-    found, sharded, parts = on_workers(4, tmp_path / "out", mesh, {**shards, "ema": 0.9}, {**shards, **only_parts})
+    gathers, folder = {**mesh, "shard": "weights", "ema": 0.9}, {"workdir": str(tmp_path / "run")}
+    found, sharded, parts, scattered, gathered, _ = on_workers(
+        4,
+        tmp_path / "out",
+        mesh,
+        {**shards, "ema": 0.9},
+        {**shards, **only_parts},
+        {**mesh, "shard": "gradients", "accumulate_steps": 2},
+        gathers,
+        {**gathers, **folder, "stop_after": 5},
+    )
     expected = alone("dense", steps=10, ema=0.9)
+    assert_close(scattered, alone("dense", steps=10, accumulate_steps=2)[0])
+    assert_close(gathered, {**expected[0], "eval loss": np.array(expected[1]["loss"])})
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    files = [read_arrays(path) for path in saved.glob("state-*.safetensors")]
+    assert len(files) == 4
+    written = sum(array.size for arrays in files for array in arrays.values())
+    assert written == sum(array.size for array in checkpointer.read(saved).arrays.values())  # each element once
+    further = divided.here("one_device", steps=10, ema=0.9, **folder)
+    assert_close(divided.weights_of(further), expected[0])
     assert_close(found, expected[0])
     assert_close(parts, alone("dense", **only_parts)[0])
     assert_close(sharded, {**expected[0], "eval loss": np.array(expected[1]["loss"])})
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("devices", "shard"), [(1, "none"), (2, "none"), (1, "optimizer")])
+@pytest.mark.parametrize(("devices", "shard"), [(1, "none"), (2, "none"), (1, "optimizer"), (1, "gradients")])
 def test_four_workers_hold_two_replicas(tmp_path, devices, shard):
     """Each pair of workers has a replica, of which a worker has one device or two; with int4 the parts travel by
     themselves, what is whole as well, and a run that was stopped goes on to the same bits."""

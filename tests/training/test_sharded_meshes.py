@@ -1,4 +1,4 @@
-"""Sharded optimizer state beside model and pipeline axes: the numbers of one device, a share of the state.
+"""Sharded state beside model and pipeline axes: the numbers of one device, a share of the state.
 
 What one mesh has saved, any other resumes.
 
@@ -15,6 +15,7 @@ from typing import Any
 import tfpar
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_as_alone
+from tfpar.parallel.division import Shards
 from tfpar.parallel.split import shape_of, split_of
 
 import keras
@@ -22,6 +23,8 @@ import numpy as np
 import pytest
 
 SHARD = {"shard": "optimizer"}
+GRADIENTS = {"shard": "gradients"}
+WEIGHTS = {"shard": "weights"}
 TWICE = {"accumulate_steps": 2}
 
 
@@ -57,6 +60,47 @@ def test_equal_one_device(model, mesh, devices, options):
     assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
 
 
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("dense", {**WEIGHTS, **TWICE, "ema": 0.9}),
+        ("dense", {**GRADIENTS, **TWICE, "ema": 0.9}),
+        ("uneven_vocabulary", {**WEIGHTS, "optimizer": "ftrl", "steps": 6}),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in [
+                ("attention", {**WEIGHTS, "ema": 0.9}),
+                ("language_model", {**WEIGHTS, **TWICE, "recompute": "blocks"}),
+                ("language_model", {**GRADIENTS, **TWICE, "recompute": "blocks"}),
+                ("language_model", {**WEIGHTS, "sequence_parallel": True}),
+                ("language_model", {**GRADIENTS, **TWICE, "sequence_parallel": True}),
+                ("vit", {**WEIGHTS, **TWICE}),
+                ("vit", {**GRADIENTS, **TWICE}),
+                ("batch_statistics", WEIGHTS),
+                ("gpt2", {**WEIGHTS, **TWICE}),
+                ("grouped_query", {**WEIGHTS, **TWICE}),
+                ("grouped_query", {**GRADIENTS, **TWICE}),
+            ]
+        ),
+    ],
+)
+def test_gradients_and_weights_equal_one_device(model, options):
+    trainer = on("data:2,model:2", 4, model=model, **options)
+    same = ("accumulate_steps", "ema", "optimizer", "steps")
+    assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
+
+
+def test_each_device_has_shards_of_its_parts():
+    trainer = on("data:2,model:2", 4, steps=1, model="three_heads", **WEIGHTS)
+    weights = trainer.model.trainable_variables
+    shards = [split for each in weights if isinstance(split := split_of(each), Shards)]
+    assert {bool(split.within) for split in shards} == {True, False}  # attention is whole on both devices
+    for variable in [*weights, *trainer.program.optimizer.variables]:
+        if isinstance(split := split_of(variable), Shards):
+            devices = 4 if split.within else 2
+            assert devices * math.prod(variable.shape) == math.prod(shape_of(variable))
+
+
 def test_each_device_has_the_state_of_its_share():
     """Of its parts of divided weights, and the first device of whole ones too, each replica a half."""
     trainer = on("data:2,model:2", 4, steps=1, **SHARD)
@@ -70,7 +114,17 @@ def test_each_device_has_the_state_of_its_share():
             assert abs(own - expected) <= 2 * 2  # two moments, two vectors that may have an odd number of elements
 
 
-@pytest.mark.parametrize("first", [("data:2,model:2", 4, SHARD), ("", 3, SHARD), ("model:2", 2, {})], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    [
+        ("data:2,model:2", 4, SHARD),
+        ("data:2,model:2", 4, GRADIENTS),
+        ("data:2,model:2", 4, WEIGHTS),
+        ("", 3, SHARD),
+        ("model:2", 2, {}),
+    ],
+    ids=str,
+)
 def test_resumed_on_other_devices(first, tmp_path):
     """What one has saved, others continue: as many replicas, other meshes, one device."""
     options = {"steps": 12, "ema": 0.9, "workdir": str(tmp_path / "run")}
@@ -79,6 +133,8 @@ def test_resumed_on_other_devices(first, tmp_path):
     others = [
         ("data:2,model:2", 4, SHARD),
         ("data:2,pipeline:2", 4, SHARD),
+        ("data:2,model:2", 4, WEIGHTS),
+        ("", 3, WEIGHTS),
         ("data:2,model:2", 4, {}),
         ("", 2, SHARD),
         ("one", 1, {}),
@@ -99,9 +155,10 @@ def averages_of_alone() -> list[np.ndarray]:
     return [each.numpy() for each in divided.here(steps=12, ema=0.9).program.eval_weights()]
 
 
-def test_resumed_to_the_same_bits(tmp_path):
-    once = divided.weights_of(on("data:2,model:2", 4, steps=9, **SHARD, **TWICE))
-    saved = {**SHARD, **TWICE, "steps": 9, "workdir": str(tmp_path / "run")}
+@pytest.mark.parametrize("shard", [SHARD, GRADIENTS, WEIGHTS], ids=str)
+def test_resumed_to_the_same_bits(shard, tmp_path):
+    once = divided.weights_of(on("data:2,model:2", 4, steps=9, **shard, **TWICE))
+    saved = {**shard, **TWICE, "steps": 9, "workdir": str(tmp_path / "run")}
     on("data:2,model:2", 4, stop_after=4, **saved)
     for name, value in divided.weights_of(on("data:2,model:2", 4, **saved)).items():
         np.testing.assert_array_equal(value, once[name], err_msg=name)
@@ -118,11 +175,20 @@ def test_weights_with_constraints_are_resumed_on_one_device(tmp_path):
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2,pipeline:2"])
-def test_gradients_whose_squares_float32_does_not_hold_are_clipped(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "shard"),
+    [
+        ("data:2,model:2", SHARD),
+        ("data:2,pipeline:2", SHARD),
+        ("data:2,model:2", GRADIENTS),
+        ("data:2,model:2", WEIGHTS),
+    ],
+    ids=str,
+)
+def test_gradients_whose_squares_float32_does_not_hold_are_clipped(mesh, shard):
     runtime = divided.runtime_of("mirrored", mesh, 4)
     keras.utils.clear_session()
-    options = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "weight_decay_exclude": "", **SHARD}
+    options = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "weight_decay_exclude": "", **shard}
     config = tfpar.ExperimentConfig.from_flat_dict(
         {**divided.COMMON, "strategy": "mirrored", "devices": 4, "mesh": mesh, "schedule": "constant", **options}
     )

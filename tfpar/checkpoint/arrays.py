@@ -5,7 +5,9 @@ A file has a JSON header and raw bytes: nothing in it is executed when it is rea
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -18,44 +20,46 @@ import safetensors
 import safetensors.numpy
 
 _LARGEST_LENGTH = 1 << 48
+_DIGEST = "digest"  # in the header of a file, beside the names of parts
+_MOST_CELLS = 1 << 26  # of the grid that the parts of an array make
+
+
+# Start and length of each range of a dimension.
+Ranges = Sequence[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of an array: ranges of one dimension, joined, or of its elements in order.
+    """A part of an array: of each divided dimension some ranges, joined.
 
     Attributes:
       shape: Shape of the whole.
-      axis: The dimension that is divided; None if the array is flattened first. The part is then a vector.
-      stretches: Start and length of each range in the whole, in their order in the part.
+      ranges: For each divided dimension, its ranges in the whole, in their order in the part.
     """
 
     shape: tuple[int, ...]
-    axis: int | None
-    stretches: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...], axis: int | None) -> Part:
-        """All of an array, as a part."""
-        empty = cls(shape, axis, ())
-        return dataclasses.replace(empty, stretches=((0, empty.length),))
-
-    @property
-    def length(self) -> int:
-        """Length of the divided dimension in the whole, or its number of elements."""
-        return math.prod(self.shape) if self.axis is None else self.shape[self.axis]
+    ranges: Mapping[int, Ranges] = dataclasses.field(default_factory=dict)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the part."""
-        length = sum(length for _, length in self.stretches)
-        if self.axis is None:
-            return (length,)
-        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+        return tuple(sum(length for _, length in self.of_dimension(axis)) for axis in range(len(self.shape)))
+
+    def of_dimension(self, axis: int) -> Ranges:
+        """The ranges of a dimension."""
+        return self.ranges.get(axis, ((0, self.shape[axis]),))
+
+    def common(self, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """The boxes that this part has in common with another one of the same whole: where they are in this part, and
+        where in the other."""
+        axes = range(len(self.shape))
+        pairs = (_common(self.of_dimension(axis), other.of_dimension(axis)) for axis in axes)
+        for box in itertools.product(*pairs):
+            yield tuple(own for own, _ in box), tuple(others for _, others in box)
 
     def as_json(self) -> dict[str, Any]:
         """The part in JSON form."""
-        return dataclasses.asdict(self)
+        return {"shape": self.shape, "ranges": {str(axis): list(ranges) for axis, ranges in self.ranges.items()}}
 
     @classmethod
     def from_json(cls, value: Any) -> Part:
@@ -65,14 +69,14 @@ class Part:
           ValueError: The value is invalid, for example a range outside the whole.
         """
         try:
-            part = cls(
-                tuple(_length(size) for size in value["shape"]),
-                None if value["axis"] is None else _length(value["axis"]),
-                tuple((_length(start), _length(length)) for start, length in value["stretches"]),
-            )
-            if all(start + length <= part.length for start, length in part.stretches):
-                return part
-        except (KeyError, TypeError, IndexError, ValueError):
+            shape = tuple(_length(size) for size in value["shape"])
+            # Earlier versions divided one dimension, or a flattened array, whose parts can no longer be read.
+            earlier = "ranges" not in value
+            given = {value["axis"]: value["stretches"]} if earlier else value["ranges"]
+            ranges = {_length(axis if earlier else int(axis)): _ranges(each) for axis, each in given.items()}
+            if all(start + length <= shape[axis] for axis, each in ranges.items() for start, length in each):
+                return cls(shape, ranges)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError):
             pass
         raise ValueError(f"{str(value)[:80]} is no part of an array")
 
@@ -81,24 +85,42 @@ class Part:
 Index = Mapping[str, Sequence[tuple[str, Part | None]]]
 
 
-def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray], parts: Mapping[str, Part] | None = None) -> None:
+def write_arrays(
+    path: pathlib.Path,
+    arrays: Mapping[str, np.ndarray],
+    parts: Mapping[str, Part] | None = None,
+    *,
+    digest: str = "",
+) -> None:
     """Writes a safetensors file and flushes it to the disk.
 
     Args:
       path: The file.
       arrays: The arrays by name.
       parts: For arrays that are parts, their place in the whole; recorded in the file's header.
+      digest: A digest of the arrays, for `digest_in`.
 
     Raises:
       OSError: The file could not be written.
     """
     notes = {name: json.dumps(part.as_json()) for name, part in (parts or {}).items()}
+    if digest:
+        notes[_DIGEST] = digest
     try:
         safetensors.numpy.save_file(dict(arrays), path, metadata=notes or None)  # no second copy in memory
     except safetensors.SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def digest_in(path: pathlib.Path) -> str:
+    """The digest that a file was written with; empty if it has none.
+
+    Raises:
+      ValueError: A file that cannot be read.
+    """
+    return (_opened(path).metadata() or {}).get(_DIGEST, "")
 
 
 def index_of(paths: Sequence[pathlib.Path]) -> dict[str, list[tuple[str, Part | None]]]:
@@ -195,7 +217,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
     def files_of(self, name: str, wanted: Part | None = None) -> list[str]:
         """Names of the files that `read` opens."""
-        return [file for file, part in self._index[name] if wanted is None or _overlap(part, wanted)]
+        places = self._index[name]
+        return [file for file, part in places if wanted is None or part is None or any(part.common(wanted))]
 
     def open(self, files: Collection[str]) -> None:
         """Verifies files and opens them."""
@@ -215,47 +238,16 @@ class SavedArrays(Mapping[str, np.ndarray]):
           wanted: The part; all of it if None.
         """
         file, first = self._index[name][0]
-        if wanted is None:
-            if first is None:
-                return self._file(file).get_tensor(name)
-            return self.read(name, Part.whole(first.shape, first.axis)).reshape(first.shape)
-        saved = first.axis if first else wanted.axis or 0
-        if wanted.axis != saved:
-            return self._read_across(name, wanted, saved)
-        pieces = [piece for start, length in wanted.stretches for piece in self._pieces(name, wanted, start, length)]
-        return np.concatenate(pieces, axis=wanted.axis or 0)
-
-    def _read_across(self, name: str, wanted: Part, saved: int | None) -> np.ndarray:
-        """`read` for a part along another dimension than the saved ones."""
-        row = math.prod(wanted.shape[1:])
-        if wanted.axis == 0 and saved is None:
-            stretches = tuple((start * row, length * row) for start, length in wanted.stretches)
-            return self.read(name, Part(wanted.shape, None, stretches)).reshape(wanted.part_shape)
-        if wanted.axis is None and saved == 0:
-            pieces = []
-            for start, length in wanted.stretches:
-                begin, end = start // row, -(-(start + length) // row)
-                rows = self.read(name, Part(wanted.shape, 0, ((begin, end - begin),)))
-                pieces.append(rows.reshape(-1)[start - begin * row :][:length])
-            return np.concatenate(pieces)
-        whole = self.read(name)
-        if wanted.axis is None:
-            whole = whole.reshape(-1)
-        pieces = [_along(whole, wanted.axis, *stretch) for stretch in wanted.stretches]
-        return np.concatenate(pieces, axis=wanted.axis or 0)
-
-    def _pieces(self, name: str, wanted: Part, start: int, length: int) -> Iterator[np.ndarray]:
-        """The pieces of a range of a divided array, in order."""
-        while length > 0:
-            file, offset, there = next(
-                (file, at + start - first, first + size - start)
-                for file, part in self._index[name]
-                for first, size, at in _placed(part, wanted)
-                if first <= start < first + size
-            )
-            taken = min(length, there)
-            yield _along(self._tensor(file, name), wanted.axis, offset, taken)
-            start, length = start + taken, length - taken
+        if wanted is None and first is None:
+            return self._file(file).get_tensor(name)
+        wanted = wanted or Part(self.shape(name))
+        result: np.ndarray | None = None
+        for file, part in self._index[name]:
+            for there, here in (part or Part(wanted.shape)).common(wanted):
+                piece = self._tensor(file, name)[there]
+                result = np.empty(wanted.part_shape, piece.dtype) if result is None else result
+                result[here] = piece
+        return np.empty(wanted.part_shape, np.float32) if result is None else result  # it has no elements
 
     def _tensor(self, file: str, name: str) -> Any:
         return self._file(file).get_slice(name)
@@ -294,6 +286,10 @@ def _opened(path: pathlib.Path) -> Any:
     return file
 
 
+def _ranges(value: Any) -> Ranges:
+    return tuple((_length(start), _length(length)) for start, length in value)
+
+
 def _length(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST_LENGTH:
         raise ValueError(f"{str(value)[:40]} is no length")
@@ -304,38 +300,52 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
     """Raises ValueError unless an array is whole in one file, or its parts cover it."""
     if len(parts) == 1 and parts[0] is None:
         return
-    first = parts[0] if parts else None
-    if first is not None and all(part and (part.shape, part.axis) == (first.shape, first.axis) for part in parts):
-        end = 0
-        for start, length in sorted(stretch for part in parts if part for stretch in part.stretches):
-            end = max(end, start + length) if start <= end else -1
-            if end < 0:
-                break
-        if end == first.length:
-            return
+    known = [part for part in parts if part is not None]
+    if known and len(known) == len(parts) and all(part.shape == known[0].shape for part in known):
+        ends = [
+            sorted(
+                {
+                    0,
+                    size,
+                    *(
+                        end
+                        for part in known
+                        for start, length in part.of_dimension(axis)
+                        for end in (start, start + length)
+                    ),
+                }
+            )
+            for axis, size in enumerate(known[0].shape)
+        ]
+        cells = [max(len(each) - 1, 0) for each in ends]
+        if math.prod(cells) <= _MOST_CELLS:
+            covered = np.zeros(cells, bool)
+            for part in known:
+                covered[np.ix_(*(_cells(part.of_dimension(axis), each) for axis, each in enumerate(ends)))] = True
+            if covered.all():
+                return
     raise ValueError(f"the parts of {name[:80]!r} do not make a whole")
 
 
-def _placed(part: Part | None, wanted: Part) -> Iterator[tuple[int, int, int]]:
-    """Start and length of each range of a part in the whole, and its start in the part."""
-    if part is None:
-        yield 0, wanted.length, 0
-        return
+def _cells(ranges: Ranges, ends: Sequence[int]) -> np.ndarray:
+    """Which of the ranges between these ends are in others."""
+    inside = np.zeros(max(len(ends) - 1, 0), bool)
+    for start, length in ranges:
+        inside[bisect.bisect_left(ends, start) : bisect.bisect_left(ends, start + length)] = True
+    return inside
+
+
+def _common(own: Ranges, others: Ranges) -> list[tuple[slice, ...]]:
+    """Where ranges have elements in common, in one sequence of ranges and in the other."""
+    found = []
     at = 0
-    for start, length in part.stretches:
-        yield start, length, at
+    for start, length in own:
+        there = 0
+        for first, size in others:
+            low, high = max(start, first), min(start + length, first + size)
+            if low < high:
+                shifts = (at - start, there - first)
+                found.append(tuple(slice(low + shift, high + shift) for shift in shifts))
+            there += size
         at += length
-
-
-def _overlap(part: Part | None, wanted: Part) -> bool:
-    if part is None or part.axis != wanted.axis:
-        return True
-    return any(
-        first < start + length and start < first + size
-        for first, size in part.stretches
-        for start, length in wanted.stretches
-    )
-
-
-def _along(tensor: Any, axis: int | None, start: int, length: int) -> np.ndarray:
-    return tensor[(*[slice(None)] * (axis or 0), slice(start, start + length))]
+    return found

@@ -14,6 +14,8 @@ If several workers hold a model between them, each writes its own part of the va
 ```
   state-00001-of-00002.safetensors  what worker 0 holds: whole variables, and parts of divided ones
   state-00002-of-00002.safetensors  what worker 1 holds
+  state-frozen-00001-of-00002.safetensors  of frozen weights, where there are such, what worker 0 holds
+  state-frozen-00002-of-00002.safetensors  what worker 1 holds
 ```
 
 If there are several files of variables, the manifest has an index of the parts of each variable within the whole, so
@@ -51,9 +53,10 @@ FORMAT = 3
 _READABLE = (2, FORMAT)  # 2 has no index
 STATE = "state.safetensors"
 FROZEN = "state-frozen.safetensors"
+_FROZEN_PREFIX = "state-frozen"
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
-_STATE_FILE = re.compile(r"state(-[0-9]{5}-of-[0-9]{5}|-frozen)?\.safetensors")
+_STATE_FILE = re.compile(r"state(-frozen)?(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _FILE = re.compile(rf"{_STATE_FILE.pattern}|exchange-(0|[1-9][0-9]{{0,5}})\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Bytes. A part of a variable takes about 220 in the index: those of 5,000 variables on 400 workers fit.
@@ -76,7 +79,8 @@ class Checkpoint:
       config: The configuration, by flag name.
       parts: For arrays of the writing worker that are parts, their place in the whole.
       state_files: Number of workers, from worker 0 on, that write arrays.
-      frozen: Names of arrays of worker 0, whole ones, that are expected to be the same in the next checkpoint.
+      frozen: Names of arrays of the writing worker that are expected to be the same in the next checkpoint; None if no
+        worker has such.
     """
 
     step: int
@@ -86,7 +90,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     state_files: int = 1
-    frozen: Collection[str] = ()
+    frozen: Collection[str] | None = None
 
 
 def directory_name(step: int) -> str:
@@ -97,6 +101,16 @@ def directory_name(step: int) -> str:
 def state_name(worker: int, state_files: int) -> str:
     """The name of the file with the variables that a worker holds, of those that `state_files` workers hold."""
     return STATE if state_files == 1 else f"state-{worker + 1:05d}-of-{state_files:05d}.safetensors"
+
+
+def frozen_name(worker: int, state_files: int) -> str:
+    """The name of the file with the frozen weights that a worker holds, see `state_name`."""
+    return FROZEN if state_files == 1 else f"{_FROZEN_PREFIX}-{worker + 1:05d}-of-{state_files:05d}.safetensors"
+
+
+def is_frozen(name: str) -> bool:
+    """Whether it is the name of a file with frozen weights."""
+    return name.startswith(_FROZEN_PREFIX)
 
 
 def exchange_name(worker: int) -> str:
@@ -117,9 +131,7 @@ def steps_in(directory: pathlib.Path) -> list[int]:
 # Writing.
 
 
-def write_manifest(
-    path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Sequence[str], frozen: str = ""
-) -> None:
+def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Sequence[str]) -> None:
     """Writes the manifest of a checkpoint whose other files are complete, and flushes the directory to the disk.
 
     Args:
@@ -127,7 +139,6 @@ def write_manifest(
       checkpoint: Its contents.
       workers: Number of workers that wrote it.
       files: Names of the other files.
-      frozen: From `digest_of`, of what is in `FROZEN`.
     """
     states = [path / name for name in files if _STATE_FILE.fullmatch(name)]
     manifest = {
@@ -137,18 +148,18 @@ def write_manifest(
         "run": dict(checkpoint.run),
         "config": dict(checkpoint.config),
         "files": {name: fingerprint(path / name) for name in files},
-        **({"frozen": frozen} if frozen else {}),
         **({"index": index_as_json(index_of(states))} if len(states) > 1 else {}),
     }
     write_file(path / MANIFEST, seal(manifest))
     sync_directory(path)
 
 
-def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of arrays with their names, types and shapes."""
+def digest_of(arrays: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> str:
+    """SHA-256 of arrays with their names, types and shapes, and of their places in the whole."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
-        digest.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}\n".encode())
+        place = json.dumps(parts[name].as_json()) if name in parts else ""
+        digest.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape} {place}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
     return digest.hexdigest()
 
@@ -223,8 +234,10 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
         if not isinstance(manifest.get(key), dict):
             raise ValueError(f"{MANIFEST} has no {key!r}, or one that is not an object")
     states = len(_state_files(manifest))
-    writers = states - (FROZEN in manifest["files"])
-    if not 0 < writers <= manifest["workers"] or len(manifest["files"]) - states not in (0, manifest["workers"]):
+    frozen = sum(is_frozen(name) for name in manifest["files"])
+    writers = states - frozen
+    exchanges = len(manifest["files"]) - states
+    if not max(0, frozen - 1) < writers <= manifest["workers"] or exchanges not in (0, manifest["workers"]):
         raise ValueError(f"{MANIFEST} names {len(manifest['files'])} files, of {manifest['workers']} workers")
     if states > 1 and not isinstance(manifest.get("index"), dict):
         raise ValueError(f"{MANIFEST} has no index of its {states} files")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import pathlib
@@ -16,7 +15,7 @@ from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.parallel.division import FlatSplit, Split
+from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.split import (
     assign_parts,
     assign_whole,
@@ -67,13 +66,9 @@ def snapshot_here(
         if not (held.saved_here if held else first or peers_of(variable)):
             continue
         if split and peers_of(variable):
-            found = zip(ranks_here(variable), parts_here(variable), strict=True)
-            own = [(rank, part) for rank, part in found if part.size]
-            if own:  # otherwise there is only padding here
-                pieces = [_part(variable, split, rank) for rank, _ in own]
-                arrays[name] = np.concatenate([part for _, part in own], axis=pieces[0].axis or 0)
-                stretches = tuple(stretch for piece in pieces for stretch in piece.stretches)
-                parts[name] = dataclasses.replace(pieces[0], stretches=stretches)
+            own = {rank: part for rank, part in parts_here(variable).items() if part.size}
+            if own:  # otherwise there is only padding here, or what other devices save
+                arrays[name], parts[name] = _united(variable, split, own)
         else:
             arrays[name] = whole_here(variable)
     return arrays, parts
@@ -127,7 +122,7 @@ def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) 
         held = held_by(variable)
         if name in names and (held is None or held.here):
             split = split_of(variable)
-            wanted = [_part(variable, split, rank) for rank in ranks_here(variable)] if split else [None]
+            wanted = [_part(variable, split, rank) for rank in {*ranks_here(variable)}] if split else [None]
             files.update(file for part in wanted for file in arrays.files_of(names[name], part))
     return files
 
@@ -149,19 +144,34 @@ def _restore(variable: keras.Variable, arrays: Mapping[str, np.ndarray], name: s
     """Assigns a saved value, or the parts of it that this worker has."""
     split = split_of(variable)
     if split and isinstance(arrays, SavedArrays):
-        length = variable.shape[split.axis or 0]
+        shape = tuple(variable.shape)
         assign_parts(
             variable,
-            lambda rank: split.with_padding(arrays.read(name, _part(variable, split, rank or 0)), length),
+            lambda rank: split.with_padding(arrays.read(name, _part(variable, split, rank or 0)), shape),
         )
     elif (held := held_by(variable)) is None or held.here:
         assign_whole(variable, arrays[name])
 
 
-def _part(variable: keras.Variable, split: Split | FlatSplit, rank: int) -> Part:
-    """The part of a divided variable on the device of a rank."""
-    every = Part.whole(shape_of(variable), split.axis)
-    return dataclasses.replace(every, stretches=tuple(split.stretches(every.length, rank)))
+def _part(variable: keras.Variable, split: Split | Shards, rank: int) -> Part:
+    """The part of a divided variable with this rank."""
+    shape = shape_of(variable)
+    return Part(shape, split.ranges(shape, rank))
+
+
+def _united(variable: keras.Variable, split: Split | Shards, own: Mapping[int, np.ndarray]) -> tuple[np.ndarray, Part]:
+    """The parts of a worker's devices, by rank, as one part."""
+    pieces = {rank: _part(variable, split, rank) for rank in own}
+    axes = next(iter(pieces.values())).ranges
+    united = Part(
+        shape_of(variable),
+        {axis: tuple(dict.fromkeys(each for piece in pieces.values() for each in piece.ranges[axis])) for axis in axes},
+    )
+    array = np.empty(united.part_shape, next(iter(own.values())).dtype)
+    for rank, piece in pieces.items():
+        for there, here in piece.common(united):
+            array[here] = own[rank][there]
+    return array, united
 
 
 def _uncounted(name: str) -> str:

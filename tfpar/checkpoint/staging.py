@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tfpar.checkpoint import format as files
-from tfpar.checkpoint.arrays import write_arrays
+from tfpar.checkpoint.arrays import digest_in, write_arrays
 from tfpar.checkpoint.format import Checkpoint
 
 import numpy as np
@@ -54,23 +54,24 @@ def write(
     partial = _hidden(target, _PARTIAL)
     if worker == 0:
         _remove_stale(directory, partial)
-    own, frozen = files_of(checkpoint, worker), ""
+    own, digest = files_of(checkpoint, worker), ""
+    frozen = files.frozen_name(worker, checkpoint.state_files)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         contents = _contents(checkpoint, own)
-        if files.FROZEN in contents:
-            frozen = files.digest_of(contents[files.FROZEN])
-            if _link_frozen(directory, partial, frozen):
-                contents.pop(files.FROZEN)
+        if frozen in contents:
+            digest = files.digest_of(contents[frozen], checkpoint.parts)
+            if _link_frozen(directory, partial, frozen, digest):
+                contents.pop(frozen)
         _check_space(directory, contents)
         for name, arrays in contents.items():
-            parts = {} if _is_exchange(name) else checkpoint.parts
-            write_arrays(partial / f"{name}.new", arrays, parts)
+            parts = {each: part for each, part in checkpoint.parts.items() if each in arrays}
+            write_arrays(partial / f"{name}.new", arrays, parts, digest=digest if name == frozen else "")
             os.replace(partial / f"{name}.new", partial / name)
         if worker == 0:
             writers = {name: peer for peer in range(workers) for name in files_of(checkpoint, peer)}
             _wait_for(partial, writers, abandoned)
-            files.write_manifest(partial, checkpoint, workers, sorted(writers, key=_is_exchange), frozen)
+            files.write_manifest(partial, checkpoint, workers, sorted(writers, key=_is_exchange))
             _put_in_place(partial, target)
     except BaseException as error:
         if worker == 0:
@@ -82,22 +83,22 @@ def write(
 
 def files_of(checkpoint: Checkpoint, worker: int) -> list[str]:
     """Names of the files that a worker writes."""
-    state = [files.state_name(worker, checkpoint.state_files)] if worker < checkpoint.state_files else []
-    frozen = [files.FROZEN] if checkpoint.frozen and worker == 0 else []
-    return [*state, *frozen, *([files.exchange_name(worker)] if checkpoint.exchange else [])]
+    names = [files.state_name, *([] if checkpoint.frozen is None else [files.frozen_name])]
+    state = [name(worker, checkpoint.state_files) for name in names] if worker < checkpoint.state_files else []
+    return [*state, *([files.exchange_name(worker)] if checkpoint.exchange else [])]
 
 
 def _contents(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Mapping[str, np.ndarray]]:
     """The arrays of files that a worker writes, by their names."""
-    frozen = {name: checkpoint.arrays[name] for name in checkpoint.frozen if name in checkpoint.arrays}
+    frozen = {name: checkpoint.arrays[name] for name in checkpoint.frozen or () if name in checkpoint.arrays}
     rest = {name: array for name, array in checkpoint.arrays.items() if name not in frozen}
     return {
-        name: checkpoint.exchange if _is_exchange(name) else frozen if name == files.FROZEN else rest for name in names
+        name: checkpoint.exchange if _is_exchange(name) else frozen if files.is_frozen(name) else rest for name in names
     }
 
 
-def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, digest: str) -> bool:
-    """Creates a hard link to the newest checkpoint's file of frozen weights, if its contents are the same.
+def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, name: str, digest: str) -> bool:
+    """Creates a hard link to a file of frozen weights in the newest checkpoint, if its contents are the same.
 
     It then takes no additional space, and stays until the last checkpoint with it is removed. If the file system has no
     hard links, or the file is damaged, the weights are written again.
@@ -105,6 +106,7 @@ def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, digest: str) ->
     Args:
       directory: Of the checkpoints.
       partial: The directory in which the checkpoint is written.
+      name: Name of the file.
       digest: From `format.digest_of`.
 
     Returns:
@@ -112,9 +114,9 @@ def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, digest: str) ->
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         path = directory / files.directory_name(files.steps_in(directory)[-1])
-        manifest, file = files.read_manifest(path), path / files.FROZEN
-        if manifest.get("frozen") == digest and files.fingerprint(file) == manifest["files"].get(files.FROZEN):
-            os.link(file, partial / files.FROZEN)
+        manifest, file = files.read_manifest(path), path / name
+        if digest_in(file) == digest and files.fingerprint(file) == manifest["files"].get(name):
+            os.link(file, partial / name)
             return True
     return False
 

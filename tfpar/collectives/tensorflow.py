@@ -222,17 +222,16 @@ def world_group(workers: int = 1, worker: int = 0, device: str = "") -> Group:
     return _group(ranks, worker, ranks, device, all_workers=True)
 
 
-def device_group(replica: int, rank: int, device: str, size: int) -> TensorFlowGroup:
-    """The group of the devices of a replica, of one worker or more. Each of its calls runs on the device it belongs to.
+def device_group(members: Sequence[int], number: int, device: str) -> TensorFlowGroup:
+    """The group of some devices, of one worker or more. Each of its calls runs on the device it belongs to.
 
     Args:
-      replica: Number of the replica among all, so that no two have a group key in common.
-      rank: Place of the device among those of the replica.
-      device: Name of the device.
-      size: Number of devices.
+      members: Numbers of the devices among those of all workers, ascending.
+      number: Number of the device it belongs to.
+      device: Its name.
     """
-    first = _FIRST_DEVICE + replica * size
-    return TensorFlowGroup(tuple(range(first, first + size)), rank, is_gpu(device))
+    ranks = tuple(_FIRST_DEVICE + member for member in members)
+    return TensorFlowGroup(ranks, members.index(number), is_gpu(device))
 
 
 def group_of_place(place: int, workers: Group, device: str) -> Group:

@@ -25,8 +25,9 @@ from tfpar.exchange.reducer import (
     local_replicas,
     replica_context,
 )
-from tfpar.exchange.sharding.per_place import ShardedPlaces, reducer_of_places
-from tfpar.exchange.sharding.reducer import Scattered, ShardedReducer
+from tfpar.exchange.sharding.owners import OwnersReducer, Scattered
+from tfpar.exchange.sharding.per_place import reducer_of_places
+from tfpar.exchange.sharding.reducer import ShardedReducer
 from tfpar.exchange.sharding.shards import ShardedVector
 
 import numpy as np
@@ -323,10 +324,10 @@ class Exchange:
           number: Number of the micro-batch, from 0.
 
         Raises:
-          RuntimeError: `build` was not given `shards`; or a replica has several devices.
+          RuntimeError: `build` was not given `shards`.
         """
-        if not isinstance(self._reducer, ShardedReducer):
-            raise RuntimeError("scatter_shards needs an exchange that was built with shards, of replicas of one device")
+        if not isinstance(self._reducer, OwnersReducer):
+            raise RuntimeError("scatter_shards needs an exchange that was built with shards")
         return self._reducer.scatter(self._as_float32(gradients), before, number)
 
     def update_shards(
@@ -347,12 +348,10 @@ class Exchange:
         Raises:
           RuntimeError: `build` was not given `shards`.
         """
-        if isinstance(self._reducer, ShardedReducer):
-            given = gradients if isinstance(gradients, Scattered) else self._as_float32(gradients)
-            return self._reducer.update_shards(given, sidecar, weights, **how)
-        if isinstance(self._reducer, ShardedPlaces) and not isinstance(gradients, Scattered):
-            return self._reducer.update_shards(self._as_float32(gradients), sidecar, weights, **how)
-        raise RuntimeError("update_shards needs an exchange that was built with shards")
+        if not isinstance(self._reducer, OwnersReducer):
+            raise RuntimeError("update_shards needs an exchange that was built with shards")
+        given = gradients if isinstance(gradients, Scattered) else self._as_float32(gradients)
+        return self._reducer.update_shards(given, sidecar, weights, **how)
 
     def _replicas(self) -> int:
         """Number of replicas that exchange.

@@ -44,6 +44,7 @@ class DevicesOfReplica(NamedTuple):
       per_replica: Programs that the strategy runs for a replica on this worker; 0: those in `programs`. Programs that
         are not in `programs` have copies of what the first program exchanges, and nothing else.
       shards: For each place, which worker updates which weights, numbered within the place; empty if each updates all.
+      micro_batches: Micro-batches of a step whose gradients are sent to the owners separately; 0: whole steps are.
     """
 
     indices: Sequence[Sequence[int]]
@@ -54,6 +55,7 @@ class DevicesOfReplica(NamedTuple):
     layer_parts: int = 1
     per_replica: int = 0
     shards: Sequence[Sequence[ShardedVector]] = ()
+    micro_batches: int = 0
 
     @property
     def place_names(self) -> list[str]:

@@ -44,20 +44,22 @@ class GatheredWeights:
     """Sharded weights that replicas gather within a step, in addition to the exchange (`--shard=weights`).
 
     Attributes:
-      elements: Number of elements of all weights, float32, padding included.
+      elements: Number of elements of all trained weights, float32, padding included.
       micro_batches: Number of micro-batches of a step. In each, weights are gathered twice and gradients scattered
         once.
+      frozen: Number of elements of all frozen weights, which have no gradients.
     """
 
     elements: int = 0
     micro_batches: int = 1
+    frozen: int = 0
 
     def added(self, traffic: Traffic, replicas: int) -> Traffic:
         """The bytes of one exchange, with these added."""
-        if not self.elements:
+        if not self.elements and not self.frozen:
             return traffic
         whole = 4 * self.elements
-        payload = 3 * self.micro_batches * whole
+        payload = self.micro_batches * (3 * whole + 2 * 4 * self.frozen)
         return Traffic(
             traffic.codec,
             "gathered weights",

@@ -114,20 +114,16 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
                 )
     elif strategy.stages:
         parse_beginnings(strategy.stages, mesh.pipeline * strategy.stages_per_device)
-    if train.shard not in ("none", "optimizer") and mesh.devices_of_replica > 1:
+    if train.shard not in ("none", "optimizer") and mesh.pipeline > 1:
         raise ConfigError(
-            f"--shard={train.shard} does not work yet with --mesh={strategy.mesh}, where replicas have several "
-            "devices. Use --shard=optimizer, or leave one of them out."
+            f"--shard={train.shard} does not work yet with --mesh={strategy.mesh}, which has a pipeline. Use "
+            "--shard=optimizer, or leave one of them out."
         )
-    for name, value, idle in (
-        ("lora", train.lora, ""),
-        ("exchange_retune_every", exchange.exchange_retune_every, 0),
-    ):
-        if value != idle and mesh.devices_of_replica > 1:
-            raise ConfigError(
-                f"--{name}={value} does not work yet with --mesh={strategy.mesh}, where replicas have "
-                "several devices. Leave one of them out."
-            )
+    if exchange.exchange_retune_every and mesh.devices_of_replica > 1:
+        raise ConfigError(
+            f"--exchange_retune_every={exchange.exchange_retune_every} does not work yet with --mesh={strategy.mesh}, "
+            "where replicas have several devices. Leave one of them out."
+        )
     if train.jit_compile == "true" and mesh.model > 1:
         raise ConfigError(
             f"--jit_compile=true does not work with --mesh={strategy.mesh}: {COLLECTIVES_WITHIN}. Use "

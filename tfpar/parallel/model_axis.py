@@ -25,31 +25,19 @@ import tensorflow as tf
 _instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
 
-class ModelAxis:
-    """The devices of one worker, in groups that each hold a replica or one of its stages; or one part of such a group.
+class Axis:
+    """The devices of one worker, each in a group of devices that communicate within a step.
 
     Args:
-      devices: For each program of the strategy, the names of its devices: one device, or one per stage of a pipeline.
-        The programs of a replica are adjacent, and so are the workers that share a replica.
-      worker: Rank of this worker.
-      size: Number of programs of a replica.
+      places: For each program of the strategy, its devices.
+      size: Number of devices in a group.
 
     Attributes:
-      size: Number of programs of a replica.
-      stages: Number of devices of a program.
-      bytes_of_step: Bytes that a device sends to the others in a training step; 0 until the step is traced.
+      size: Number of devices in a group.
     """
 
-    def __init__(self, devices: Sequence[Sequence[str]], worker: int, size: int) -> None:
-        self.size, self.bytes_of_step = size, 0
-        self.stages = stages = len(devices[0])
-        self._places = [
-            [
-                _place(device_group(program // size * stages + stage, program % size, device, size), device)
-                for stage, device in enumerate(row)
-            ]
-            for program, row in enumerate(devices, start=worker * len(devices))
-        ]
+    def __init__(self, places: Sequence[Sequence[Place]], size: int) -> None:
+        self.size, self._places = size, places
 
     @property
     def programs(self) -> int:
@@ -58,7 +46,7 @@ class ModelAxis:
 
     @property
     def spans_workers(self) -> bool:
-        """Whether a replica also has programs on other workers."""
+        """Whether a group also has devices of other workers."""
         return self.programs < self.size
 
     def on(self, program: int, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
@@ -72,8 +60,12 @@ class ModelAxis:
         """
         return at_place(self._places[program][stage])
 
+    def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
+        """Calls `on` for the program of the current replica context."""
+        return self.on(static_replica_id() % len(self._places), stage)
+
     def sum_of_worker(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of one value per worker over all workers of the axis. No gradient.
+        """Returns the sum of one value per worker over all workers of the first program's group. No gradient.
 
         Do not call it in a replica context.
         """
@@ -83,14 +75,36 @@ class ModelAxis:
                 sums.append(place.sum(value if program == 0 else tf.zeros_like(value)))
         return sums[0]
 
+
+class ModelAxis(Axis):
+    """The devices of one worker, in groups that each hold a replica or one of its stages; or one part of such a group.
+
+    Args:
+      devices: For each program of the strategy, the names of its devices: one device, or one per stage of a pipeline.
+        The programs of a replica are adjacent, and so are the workers that share a replica.
+      worker: Rank of this worker.
+      size: Number of programs of a replica.
+
+    Attributes:
+      stages: Number of devices of a program.
+      bytes_of_step: Bytes that a device sends to the others in a training step; 0 until the step is traced.
+    """
+
+    def __init__(self, devices: Sequence[Sequence[str]], worker: int, size: int) -> None:
+        self.bytes_of_step, self.stages = 0, len(devices[0])
+
+        def place(program: int, stage: int, device: str) -> Place:
+            first = (program // size * self.stages + stage) * size
+            return place_of_group(range(first, first + size), first + program % size, device)
+
+        numbered = enumerate(devices, start=worker * len(devices))
+        rows = [[place(program, stage, device) for stage, device in enumerate(row)] for program, row in numbered]
+        super().__init__(rows, size)
+
     def on_no_device(self) -> contextlib.AbstractContextManager[Place]:
         """Returns a context for a trace that only finds shapes: layers compute with parts, and nothing is sent."""
         capabilities = self._places[0][0].group.capabilities
         return at_place(Place(_Unsent(self.size, capabilities), "", itertools.count(1)))
-
-    def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
-        """Calls `on` for the program of the current replica context."""
-        return self.on(static_replica_id() % len(self._places), stage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +316,9 @@ def at_place(place: Place) -> Iterator[Place]:
         _current.place = before
 
 
-def _place(group: TensorFlowGroup, device: str) -> Place:
+def place_of_group(members: Sequence[int], number: int, device: str) -> Place:
+    """Returns the place of a device in a group, see `device_group`."""
+    group = device_group(members, number, device)
     return Place(group, device, _instance_keys.setdefault((group.members, group.rank), itertools.count(1)))
 
 

@@ -1,4 +1,4 @@
-"""Variables that are divided over the devices of the model axis.
+"""Variables that are divided over the devices of the model axis, or among replicas.
 
 The strategy mirrors such a variable with the shape of a part, and its copies differ. Keras and the optimizer use the
 part; checkpoints, digests, exports and the user's own model use the whole value, through `whole` and `assign_whole`.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfpar.optim import keras_deferred, keras_internals
-from tfpar.parallel.division import FlatSplit, Split
+from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.pipeline.devices import at, mark_place, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
 
@@ -98,9 +98,15 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     vars(variable)[_HELD] = held
 
 
-def split_of(variable: keras.Variable) -> Split | FlatSplit | None:
+def split_of(variable: keras.Variable) -> Split | Shards | None:
     """Returns the division of a variable; None if every device has all of it."""
     return vars(variable).get(_ATTRIBUTE)
+
+
+def model_split_of(variable: keras.Variable) -> Split | None:
+    """Returns the division of a variable over the model axis, if any."""
+    split = split_of(variable)
+    return split.within if isinstance(split, Shards) else split
 
 
 def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
@@ -108,7 +114,7 @@ def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
     return vars(variable).get(_PEERS)
 
 
-def mark(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers | None = None) -> None:
+def mark(variable: keras.Variable, split: Split | Shards, peers: ReplicaPeers | None = None) -> None:
     """Records that the copies of a mirrored variable, here or on several workers, are parts of a whole."""
     vars(variable)[_ATTRIBUTE] = split
     vars(variable)[_PEERS] = peers
@@ -137,7 +143,7 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
     return held.fetch(value) if held else value
 
 
-def _gathered(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers) -> np.ndarray:
+def _gathered(variable: keras.Variable, split: Split | Shards, peers: ReplicaPeers) -> np.ndarray:
     """Returns the whole value of a variable whose parts several workers have.
 
     One part after the other is sent, so that no other copy of the whole value is needed.
@@ -148,11 +154,11 @@ def _gathered(variable: keras.Variable, split: Split | FlatSplit, peers: Replica
     return value
 
 
-def _sent_parts(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers) -> Iterator[np.ndarray]:
+def _sent_parts(variable: keras.Variable, split: Split | Shards, peers: ReplicaPeers) -> Iterator[np.ndarray]:
     """Yields the parts of a variable in order, each of which its worker sends to the others when it is asked for."""
-    parts = _parts(variable)
+    parts = copies_of(variable)
     for rank in range(split.size):
-        worker, place = divmod(rank, len(parts))
+        worker, place = divmod(rank * split.copies, len(parts))
         own = parts[place].numpy() if worker == peers.rank else np.empty(tuple(variable.shape), _dtype(variable))
         yield peers.agreement.broadcast([own], worker)[0]
 
@@ -187,14 +193,14 @@ def _blocks(variable: keras.Variable, copy: int) -> Iterator[np.ndarray]:
             taken = slice(rows, rows := rows + block[0]) if block else ...
             yield copies_of(variable)[copy][taken].numpy()
     elif split.in_order:
-        here = (part.numpy() for part in _parts(variable, copy // split.size))
-        for rank, part in enumerate(_sent_parts(variable, split, peers) if peers else here):
+        in_turn = _sent_parts(variable, split, peers) if peers else _read_parts(variable, copy // split.devices)
+        for rank, part in enumerate(in_turn):
             yield split.without_padding(part, rank, shape)
     else:
-        yield _gathered(variable, split, peers) if peers else whole_here(variable, copy // split.size)
+        yield _gathered(variable, split, peers) if peers else whole_here(variable, copy // split.devices)
 
 
-def _block_shapes(variable: keras.Variable, split: Split | FlatSplit | None) -> list[tuple[int, ...]]:
+def _block_shapes(variable: keras.Variable, split: Split | Shards | None) -> list[tuple[int, ...]]:
     """Returns the shapes of the blocks of a variable, which every worker knows."""
     shape = shape_of(variable)
     if not shape or (split and not split.in_order):
@@ -219,24 +225,30 @@ def whole_here(variable: keras.Variable, replica: int = 0) -> np.ndarray:
       replica: For a divided variable, the index of this worker's replica to read.
     """
     if split := split_of(variable):
-        return split.joined([part.numpy() for part in _parts(variable, replica)])
+        return split.joined([*_read_parts(variable, replica)])
     return np.array(variable.numpy(), copy=True, order="C")
 
 
-def ranks_here(variable: keras.Variable) -> range:
-    """Returns the ranks of the devices whose parts of a divided variable this worker holds, for its first replica."""
-    split, peers = split_of(variable), peers_of(variable)
+def ranks_here(variable: keras.Variable) -> list[int]:
+    """Returns the ranks of the parts of a divided variable that this worker's devices have, in the order of devices."""
+    split = split_of(variable)
     assert split is not None
-    parts = len(copies_of(variable))
-    return range(peers.rank * parts, (peers.rank + 1) * parts) if peers else range(split.size)
+    return [split.rank_of(device) for device in _devices_here(variable)]
 
 
-def parts_here(variable: keras.Variable) -> list[np.ndarray]:
-    """Returns copies of the parts of the devices `ranks_here`, without padding."""
+def parts_here(variable: keras.Variable) -> dict[int, np.ndarray]:
+    """Returns copies of the parts of which no device before this worker's has a copy, by rank, without padding."""
     split, shape = split_of(variable), shape_of(variable)
     assert split is not None
-    parts = zip(ranks_here(variable), _parts(variable), strict=True)
-    return [split.without_padding(part.numpy(), rank, shape) for rank, part in parts]
+    devices = zip(_devices_here(variable), copies_of(variable), strict=True)
+    first = [(split.rank_of(device), part) for device, part in devices if split.is_first(device)]
+    return {rank: split.without_padding(part.numpy(), rank, shape) for rank, part in first}
+
+
+def _devices_here(variable: keras.Variable) -> range:
+    """Returns the numbers of this worker's devices, among those of its `peers_of`."""
+    peers, count = peers_of(variable), len(copies_of(variable))
+    return range(peers.rank * count, (peers.rank + 1) * count) if peers else range(count)
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
@@ -277,16 +289,13 @@ def assign_parts(variable: keras.Variable, value_of: Callable[[int | None], Any]
         if held is None or held.here:
             variable.assign(value_of(None))
         return
-    peers = peers_of(variable)
-    values = copies_of(variable)
-    first = peers.rank * len(values) if peers else 0
-    for place, part in enumerate(values, start=first):
-        part.assign(tf.cast(value_of(place % split.size), part.dtype))
+    for rank, part in zip(ranks_here(variable), copies_of(variable), strict=True):
+        part.assign(tf.cast(value_of(rank), part.dtype))
 
 
 def move_to_devices(
     variable: keras.Variable,
-    split: Split | FlatSplit | None = None,
+    split: Split | Shards | None = None,
     place: int | None = None,
     peers: ReplicaPeers | None = None,
 ) -> None:
@@ -327,14 +336,14 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)
 
 
-def _filled(split: Split | FlatSplit, slot: keras.Variable) -> Split | FlatSplit:
+def _filled(split: Split | Shards, slot: keras.Variable) -> Split | Shards:
     """Returns the split of a new slot, whose padding has the slot's initial value.
 
     The gradient of padding is zero, so the value never changes; zeros would lead to a division by zero (Ftrl).
     """
-    if not isinstance(split, Split) or not split.padding:
+    if not split.has_padding:
         return split
-    return dataclasses.replace(split, fill=float(np.ravel(copies_of(slot)[0].numpy())[0]))
+    return split.filled(float(np.ravel(copies_of(slot)[0].numpy())[0]))
 
 
 def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
@@ -345,11 +354,18 @@ def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) 
     return scope
 
 
-def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
-    """Returns the parts on this worker: all parts of one of its replicas, or its parts of a shared replica."""
-    split, parts = split_of(variable), copies_of(variable)
+def _read_parts(variable: keras.Variable, replica: int) -> Iterator[np.ndarray]:
+    """Yields copies of the `_parts`."""
+    for part in _parts(variable, replica):
+        yield part.numpy()
+
+
+def _parts(variable: keras.Variable, replica: int = 0) -> list[Any]:
+    """Returns all parts by rank, for one of the replicas of this worker, which has all of them."""
+    split, copies = split_of(variable), copies_of(variable)
     assert split is not None
-    return parts if peers_of(variable) else parts[replica * split.size : (replica + 1) * split.size]
+    first = replica * split.devices
+    return [copies[first + rank * split.copies] for rank in range(split.size)]
 
 
 def copies_of(variable: keras.Variable) -> Sequence[Any]:

@@ -2,92 +2,147 @@
 
 ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054). Reading the value in a call of the model gathers the parts of
 all replicas; the gradient of the whole value is summed over the replicas, and each replica receives its part. Each of
-these two takes one collective call for all weights that are gathered together.
+these two takes one collective call for all weights that are gathered together. Beside a model axis, a device has shards
+of its parts of the divided weights, and gathers these parts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls
-from tfpar.parallel.division import FlatSplit
-from tfpar.parallel.model_axis import Place, current_place
+from tfpar.parallel.division import Shards
+from tfpar.parallel.model_axis import Axis, Place, current_place, place_of_group
 from tfpar.parallel.split import shape_of, split_of
 
 import keras
 import tensorflow as tf
 
 
-def is_part(variable: keras.Variable, value: Any) -> bool:
-    """Whether `value` is a part of a sharded weight, and the program of a replica is being traced."""
+class ReplicaAxis(Axis):
+    """The devices of one worker, each in the group of the devices with the same place in all replicas.
+
+    Args:
+      devices: For each program of the strategy, the name of its device. The programs of a replica are adjacent, and so
+        are the workers that share a replica.
+      worker: Rank of this worker.
+      replicas: Number of replicas.
+      devices_of_replica: Number of devices of a replica.
+
+    Attributes:
+      numbers: Numbers of this worker's devices among those of all workers.
+      devices_of_replica: Number of devices of a replica.
+    """
+
+    def __init__(self, devices: Sequence[str], worker: int, replicas: int, devices_of_replica: int = 1) -> None:
+        self.devices_of_replica = step = devices_of_replica
+        self.numbers = range(worker * len(devices), (worker + 1) * len(devices))
+        numbered = zip(self.numbers, devices, strict=True)
+        super().__init__(
+            [
+                [place_of_group(range(number % step, replicas * step, step), number, device)]
+                for number, device in numbered
+            ],
+            replicas,
+        )
+
+    @contextlib.contextmanager
+    def on(self, program: int, stage: int = 0) -> Iterator[Place]:
+        """Returns a context in which layers that this thread traces gather their weights on the device of a program."""
+        before, _current.place = _current.place, self._places[program][stage]
+        try:
+            yield self._places[program][stage]
+        finally:
+            _current.place = before
+
+
+class _Current(threading.local):
+    """The device on whose program this thread gathers weights: MirroredStrategy traces every device in its own
+    thread."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+
+
+_current = _Current()
+
+
+def is_sharded(variable: keras.Variable) -> bool:
+    """Whether replicas have shards of a variable."""
+    return isinstance(split_of(variable), Shards)
+
+
+def is_shard(variable: keras.Variable, value: Any) -> bool:
+    """Whether `value` is a shard of a weight, and a program that gathers weights is being traced."""
     split = split_of(variable)
     return (
-        isinstance(split, FlatSplit)
-        and current_place() is not None
-        and tuple(value.shape) == (split.elements,) != split.shape
+        isinstance(split, Shards)
+        and _current.place is not None
+        and tuple(value.shape) == split.part_shape(split.shape) != split.gathered_shape
     )
 
 
 def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the whole values of variables; all parts are gathered in one call.
+    """Returns what a replica, or its device on the model axis, has of variables; all shards are gathered in one call.
 
     Args:
       variables: Any variables.
-      values: For each variable, its value or a part `[S]` of it.
+      values: For each variable, its value or a shard of it.
     """
-    places = [place for place, (each, value) in enumerate(zip(variables, values, strict=True)) if is_part(each, value)]
-    place, whole = current_place(), list(values)
-    if places and place is not None:
-        splits = [split_of(variables[each]) for each in places]
-        found = _gather(place, [values[each] for each in places], [each for each in splits if each is not None])
-        for each, value in zip(places, found, strict=True):
-            whole[each] = value
-    return whole
+    numbers = [number for number, pair in enumerate(zip(variables, values, strict=True)) if is_shard(*pair)]
+    place, found = _current.place, list(values)
+    if numbers and place is not None:
+        splits = [split for number in numbers if isinstance(split := split_of(variables[number]), Shards)]
+        for number, value in zip(numbers, _gather(place, [values[each] for each in numbers], splits), strict=True):
+            found[number] = value
+    return found
 
 
-def shown_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which sharded weights report their whole shape, because some layers read it."""
-    splits = [(variable, split_of(variable)) for variable in variables] if current_place() else []
+def shown_gathered(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which sharded weights report the shape that they have when they are gathered, because some
+    layers read it."""
+    splits = [(variable, split_of(variable)) for variable in variables] if _current.place else []
     return keras_calls.shapes_of_variables(
-        [(variable, split.shape) for variable, split in splits if isinstance(split, FlatSplit)]
+        [(variable, split.gathered_shape) for variable, split in splits if isinstance(split, Shards)]
     )
 
 
 def traced_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context for tracing a call of the model by itself, outside a replica: nothing is gathered, and
     variables that are not whole here report their whole shape."""
-    if current_place():
+    if current_place() or _current.place:
         return contextlib.nullcontext()
     return keras_calls.shapes_of_variables([(variable, shape_of(variable)) for variable in variables])
 
 
-class Wholes:
-    """The whole values that one call of a model has gathered so far, each once."""
+class Gathered:
+    """The weights that one call of a model has gathered so far, each once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tf.Tensor] = {}
 
     def of(self, variable: keras.Variable, value: Any) -> Any:
-        """Returns the value, or the whole value of which it is a part."""
-        if value is None or not is_part(variable, value):
+        """Returns the value, or what is gathered if it is a shard."""
+        if value is None or not is_shard(variable, value):
             return value
         if id(variable) not in self._known:
             self._known[id(variable)] = gathered([variable], [value])[0]
         return self._known[id(variable)]
 
 
-def with_wholes(
+def with_gathered(
     values: Mapping[int, tf.Tensor], variables: Sequence[keras.Variable], given: Sequence[tf.Tensor], after: Any
 ) -> dict[int, tf.Tensor]:
-    """Returns values by `id` of the variable, with those of `variables` replaced by their whole values.
+    """Returns values by `id` of the variable, with the shards of `variables` gathered.
 
     Args:
       values: Values of any variables.
       variables: The variables of a block.
-      given: For each variable of the block, its value or a part of it.
+      given: For each variable of the block, its value or a shard of it.
       after: Tensors that must be ready before anything is gathered: the inputs of the block, so that no block's weights
         are gathered before its turn.
     """
@@ -95,26 +150,39 @@ def with_wholes(
         return {**values, **dict(zip(map(id, variables), gathered(variables, given), strict=True))}
 
 
-def _gather(place: Place, parts: Sequence[tf.Tensor], splits: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns whole tensors, gathered from the parts of all replicas; a part's gradient is summed over all replicas."""
-    sizes = [split.elements for split in splits]
+def _gather(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[Shards]) -> list[tf.Tensor]:
+    """Returns tensors gathered from the shards of all replicas; the gradient of a shard is summed over all replicas."""
+    sizes = [math.prod(shard.shape) for shard in shards]
 
     @tf.custom_gradient
-    def operator(*parts: tf.Tensor) -> Any:
-        rows = place.all_gather(tf.concat(parts, axis=0))
+    def operator(*shards: tf.Tensor) -> Any:
+        rows = place.all_gather(tf.concat([tf.reshape(shard, [-1]) for shard in shards], axis=0))
 
         def scatter(*upstream: Any) -> list[tf.Tensor]:
-            columns = []
-            for gradient, split in zip(upstream, splits, strict=True):
-                flat = tf.reshape(tf.convert_to_tensor(gradient), [-1])
-                missing = place.size * split.elements - math.prod(split.shape)
-                columns.append(tf.reshape(tf.pad(flat, [[0, missing]]), [place.size, split.elements]))
+            columns = [_rows(tf.convert_to_tensor(each), split) for each, split in zip(upstream, splits, strict=True)]
             received = place.all_to_all(tf.concat(columns, axis=1))
-            return tf.split(tf.add_n(tf.unstack(received)), sizes)
+            flat = tf.split(tf.add_n(tf.unstack(received)), sizes)
+            return [tf.reshape(each, shard.shape) for each, shard in zip(flat, shards, strict=True)]
 
-        return [
-            tf.reshape(tf.reshape(column, [-1])[: math.prod(split.shape)], split.shape)
-            for column, split in zip(tf.split(rows, sizes, axis=1), splits, strict=True)
-        ], scatter
+        columns = tf.split(rows, sizes, axis=1)
+        return [_joined(column, split) for column, split in zip(columns, splits, strict=True)], scatter
 
-    return list(operator(*parts))
+    return list(operator(*shards))
+
+
+def _rows(value: tf.Tensor, shards: Shards) -> tf.Tensor:
+    """Returns the shards of a value as rows: `[replicas, elements]`."""
+    split = shards.split
+    if split.padding:
+        value = tf.pad(value, [[0, split.padding if axis == split.axis else 0] for axis in range(value.shape.rank)])
+    if split.axis:
+        value = tf.stack(tf.split(value, split.size, axis=split.axis))
+    return tf.reshape(value, [split.size, -1])
+
+
+def _joined(rows: tf.Tensor, shards: Shards) -> tf.Tensor:
+    """Returns the value whose shards are these rows."""
+    split, shape = shards.split, shards.gathered_shape
+    if split.axis:
+        return split.joined_tensor(tf.unstack(tf.reshape(rows, [split.size, *shards.part_shape(shards.shape)])))
+    return tf.reshape(rows, [-1, *shape[1:]])[: shape[0]]

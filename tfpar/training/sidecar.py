@@ -14,8 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfpar.optim.keras_internals import all_layers, is_seed_state, weights_made_to_learn
+from tfpar.optim.keras_internals import is_seed_state
 from tfpar.training.core import Core
+from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.objective import LocalSums, Tensors
 
 import keras
@@ -159,13 +160,6 @@ class Sidecar:
 
     def _traveling_shapes(self) -> list[tuple[int, ...]]:
         return [shape for shape, averaged in zip(self.state_shapes, self.averaged, strict=True) if averaged]
-
-
-def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """Weights of layers with `trainable=False`: the model lists them as non-trainable, but they are not state."""
-    learning = {id(variable) for variable in model.trainable_variables}
-    made = [variable for layer in all_layers(model) for variable in weights_made_to_learn(layer)]
-    return [variable for variable in made if id(variable) not in learning]
 
 
 class Reduced(NamedTuple):

@@ -213,11 +213,6 @@ def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
             {"lora": "4:norm"},
             r"--lora=4:norm: no layer that can.*Layers that can: block/inner, first, last",
         ),
-        ({"lora": "4", "strategy": "mirrored", "mesh": "model:2", "devices": 2}, r"--lora=4 does not work yet with"),
-        (
-            {"lora": "4", "strategy": "mirrored", "shard": "weights", "devices": 2},
-            r"--lora=4 does not work with",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused(options, said):

@@ -23,10 +23,5 @@ def check_sharding(config: ExperimentConfig, topology: Topology) -> None:
         return
     if topology.name in ("parameter_server", "tpu"):
         raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Use --shard=none.")
-    if config.train.lora and config.train.shard == "weights":
-        raise ConfigError(
-            f"--lora={config.train.lora} does not work with {flag}, which gathers kernels without their adapters. Use "
-            "--shard=gradients, or --trainable."
-        )
     if topology.workers > 1:
         check_exchange(specs.parse(config.exchange.exchange), config.train.shard)

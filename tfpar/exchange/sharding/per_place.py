@@ -7,6 +7,7 @@ other replicas, as `ShardedReducer` does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from tfpar.collectives.group import Group
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, groups_of_places, per_device_reducer
 from tfpar.exchange.reducer import ShouldApply, replica_context
 from tfpar.exchange.registry import Spec
-from tfpar.exchange.sharding.reducer import Norms, OwnersReducer, ShardedReducer, Update
+from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, all_finite
+from tfpar.exchange.sharding.reducer import ShardedReducer
 
 import tensorflow as tf
 
@@ -27,7 +29,7 @@ class _AtPlace:
       number: Number of the place.
       device: Its device in this worker's first replica.
       reducer: Its reducer.
-      sums: Gradients, summed over this worker's replicas.
+      scatter: Returns the sums of this worker's shards.
       weights: Weights before the step.
       small: Sums over all replicas of the gradients without an owner, by their index at this place.
     """
@@ -35,7 +37,7 @@ class _AtPlace:
     number: int
     device: str
     reducer: ShardedReducer
-    sums: list[tf.Tensor]
+    scatter: Scatter
     weights: list[tf.Tensor]
     small: dict[int, tf.Tensor]
 
@@ -46,9 +48,31 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
     _reducers: Sequence[ShardedReducer]
     _decisive = 0  # scalars of the sidecar that all but the first place sum
 
+    def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
+        """See `OwnersReducer`. A program has the shards and residuals of its places; because all must have as many,
+        empty tensors follow."""
+        finite = all_finite(gradients, before)
+        whole = [gradients[index] for place in range(self.devices) for index in self._whole(place)]
+
+        def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
+            shards: list[list[tf.Tensor]] = []
+            left: list[list[tf.Tensor]] = []
+            given = self._taken(strategy, residuals, self._residuals) if before else [None] * self.devices
+            for place, (reducer, known) in enumerate(zip(self._reducers, given, strict=True)):
+                with tf.device(self._devices[place]):
+                    sums = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
+                    for found, values in zip((shards, left), reducer.scattered_aside(sums, known, number), strict=True):
+                        found.append(values)
+            packed = zip(self._packed(shards), self._packed(left), strict=True)
+            return self._dealt_out(strategy, list(packed))
+
+        residuals = before.residuals if before else []
+        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
+        return Scattered(list(shards), whole, list(residuals), finite)
+
     def update_shards(
         self,
-        gradients: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor] | Scattered,
         sidecar: tf.Tensor,
         weights: Sequence[tf.Tensor],
         should_apply: ShouldApply,
@@ -57,7 +81,7 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
         wants_norm: tf.Tensor | None,
         arguments: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Sums gradients, updates, gathers weights; see `ShardedReducer.update_shards`.
+        """See `OwnersReducer`.
 
         The devices of a replica have the same sidecar, so that the first place decides for all whether to update.
         """
@@ -66,11 +90,13 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
             strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
         ) -> Any:
             places, vectors = [], []
-            for place in range(self.devices):
+            for place, (scatter, whole) in enumerate(self._of_places(strategy, gradients)):
                 with tf.device(self._devices[place]):
-                    own = self._local_sum(strategy, sidecar, place) if place == 0 else tf.zeros([0])
-                    at_place, vector = self._at(place, strategy, gradients, weights, own)
-                places.append(at_place)
+                    reducer, own = self._reducers[place], [weights[index] for index in self._indices[place]]
+                    first = self._local_sum(strategy, sidecar, place) if place == 0 else tf.zeros([0])
+                    vector, small = reducer.reduce_whole(whole, first)
+                    before = [self._first(strategy, value, place) for value in own]
+                places.append(_AtPlace(place, self._devices[place], reducer, scatter, before, small))
                 vectors.append(vector)
             vector = vectors[0]
             given = [self._first(strategy, value, 0) for value in arguments]
@@ -84,18 +110,57 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
             return self._dealt_out(strategy, [(values, vector, size) for values in by_program])
 
         wanted = tf.constant(True) if wants_norm is None else wants_norm
-        values = (list(gradients), sidecar, list(weights), wanted, list(arguments))
+        given = gradients if isinstance(gradients, Scattered) else list(gradients)
+        values = (given, sidecar, list(weights), wanted, list(arguments))
         return replica_context().merge_call(merged, args=values)
 
-    def _at(
-        self, place: int, strategy: tf.distribute.Strategy, gradients: Any, weights: Any, sidecar: tf.Tensor
-    ) -> tuple[_AtPlace, tf.Tensor]:
-        """Sums a place's gradients over this worker's replicas, and those without an owner over all, with a sidecar."""
-        reducer, indices = self._reducers[place], self._indices[place]
-        sums = [self._local_sum(strategy, gradients[index], place) for index in indices]
-        own = [self._first(strategy, weights[index], place) for index in indices]
-        vector, small = reducer.reduce_whole([sums[index] for index in reducer.whole], sidecar)
-        return _AtPlace(place, self._devices[place], reducer, sums, own, small), vector
+    def _of_places(self, strategy: tf.distribute.Strategy, gradients: Any) -> list[tuple[Scatter, list[tf.Tensor]]]:
+        """For each place, a function that returns the sums of this worker's shards, once the step is applied, and the
+        sums over this worker's replicas of the tensors without an owner."""
+        found: list[tuple[Scatter, list[tf.Tensor]]] = []
+        if not isinstance(gradients, Scattered):
+            for place, reducer in enumerate(self._reducers):
+                with tf.device(self._devices[place]):
+                    sums = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
+                found.append((functools.partial(reducer.scattered, sums), [sums[index] for index in reducer.whole]))
+            return found
+        shards = self._taken(strategy, gradients.shards, [reducer.vectors for reducer in self._reducers])
+        residuals = self._taken(strategy, gradients.residuals, self._residuals)
+        whole = iter(gradients.whole)
+        for place, reducer in enumerate(self._reducers):
+            with tf.device(self._devices[place]):
+                small = [self._local_sum(strategy, next(whole), place) for _ in self._whole(place)]
+            found.append((functools.partial(reducer.known, shards[place], residuals[place]), small))
+        return found
+
+    def _whole(self, place: int) -> list[int]:
+        """Indices of the tensors without an owner at a place, among all."""
+        return [self._indices[place][index] for index in self._reducers[place].whole]
+
+    @property
+    def _residuals(self) -> list[int]:
+        """Number of residuals of each place."""
+        return [len(reducer.residuals()) for reducer in self._reducers]
+
+    def _packed(self, by_place: Sequence[Sequence[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """For each program, the tensors of its places, and empty ones up to the number that the largest has."""
+        rows: list[list[tf.Tensor]] = [[] for _ in range(self._per_replica)]
+        for program, tensors in zip(self._programs, by_place, strict=True):
+            rows[program] += tensors
+        most = max(map(len, rows))
+        return [[*row, *(tf.zeros([0]) for _ in range(most - len(row)))] for row in rows]
+
+    def _taken(
+        self, strategy: tf.distribute.Strategy, packed: Sequence[Any], counts: Sequence[int]
+    ) -> list[list[tf.Tensor]]:
+        """For each place its tensors, of these counts, from the result of `_packed`."""
+        taken = [0] * self._per_replica
+        found = []
+        for place, (program, count) in enumerate(zip(self._programs, counts, strict=True)):
+            own = packed[taken[program] : taken[program] + count]
+            taken[program] += count
+            found.append([self._first(strategy, value, place) for value in own])
+        return found
 
     def _first(self, strategy: tf.distribute.Strategy, value: Any, place: int) -> tf.Tensor:
         """The value of a place in this worker's first replica."""
@@ -114,7 +179,7 @@ def _applied(
     shards: list[list[tf.Tensor]] = []
     for one in places:
         with tf.device(one.device):
-            shards.append(one.reducer.scattered(one.sums))
+            shards.append(one.scatter())
 
     def of_all() -> tf.Tensor:
         found = []
@@ -157,5 +222,7 @@ def reducer_of_places(
     for place, (own, device, indices) in enumerate(zip(groups, devices, replica.indices, strict=True)):
         own_shapes = [shapes[index] for index in indices]
         # One seed for all places: holders of the same weight, each at another place, must round it alike.
-        reducers.append(ShardedReducer(spec, own_shapes, replica.shards[place], own, device, seed))
+        reducers.append(
+            ShardedReducer(spec, own_shapes, replica.shards[place], own, device, seed, replica.micro_batches)
+        )
     return ShardedPlaces(reducers, replica, devices, groups)

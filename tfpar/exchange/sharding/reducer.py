@@ -14,69 +14,24 @@ With `--shard=gradients`, gradients are sent to their owners as they are compute
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import tfpar_ops
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.config import ConfigError
 from tfpar.exchange import buckets, residuals
-from tfpar.exchange.gradients import Gradient
-from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, replica_context, sum_local
+from tfpar.exchange.reducer import ShouldApply, Traffic, dense_traffic, replica_context, sum_local
 from tfpar.exchange.registry import Spec
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.sharding.codecs import sharded_codec
+from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, all_finite
 from tfpar.exchange.sharding.phases import ShardPhases
 from tfpar.exchange.sharding.shards import ShardedVector
 
 import numpy as np
 import tensorflow as tf
-
-# New values of the pieces of each vector, and of the tensors without an owner, from the sums of their gradients.
-Update = Callable[..., tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]]
-
-
-class Norms(NamedTuple):
-    """How norms are computed.
-
-    Attributes:
-      of: The L2 norm over tensors.
-      joined: The L2 norm over all devices of a replica, from those of the places of this worker.
-    """
-
-    of: Callable[[Sequence[tf.Tensor]], tf.Tensor]
-    joined: Callable[[Sequence[tf.Tensor]], tf.Tensor]
-
-
-# The sums of this worker's shards, for each vector, in a step of this number.
-Scatter = Callable[[tf.Tensor], list[tf.Tensor]]
-
-
-class Scattered(NamedTuple):
-    """A replica's record of gradients that were sent to their owners: of one micro-batch, or added up.
-
-    Attributes:
-      shards: For each vector the sum of this worker's shards over the workers.
-      whole: This replica's gradients of the tensors without an owner, in the order of their indices.
-      residuals: For each vector its residual, after this and all earlier micro-batches of the step.
-      finite: Bool scalar: whether all gradients of this replica were finite, in these micro-batches.
-    """
-
-    shards: list[tf.Tensor]
-    whole: list[tf.Tensor]
-    residuals: list[list[tf.Tensor]]
-    finite: tf.Tensor
-
-
-class OwnersReducer(Reducer):
-    """A reducer with which only the owner of a shard has its sum, and updates its weights with it."""
-
-    def reduce(
-        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Not supported: no worker has all sums."""
-        raise NotImplementedError("with sharded optimizer state, call update_shards")
 
 
 class ShardedReducer(OwnersReducer):
@@ -145,35 +100,57 @@ class ShardedReducer(OwnersReducer):
         return [local_copy(self._step), *(variable for one in self._shards for variable in one.state.values())]
 
     def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
-        """Sends the gradients of one micro-batch to their owners. Called in a replica context.
-
-        No variable changes: pass the result to the next call, and after the last one to `update_shards`. Each bucket is
-          sent as soon as its tensors are ready.
-
-        Args:
-          gradients: This replica's gradients, float32.
-          before: What the call for the micro-batch before returned; None for the first.
-          number: Of the micro-batch, from 0.
-        """
-        finite = [tfpar_ops.norm_squared([gradients[index] for index in one.vector.indices])[1] for one in self._shards]
+        """See `OwnersReducer`."""
+        finite = all_finite([gradients[index] for one in self._shards for index in one.vector.indices], before)
         whole = [gradients[index] for index in self.whole]
 
         def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
             with tf.device(self._device):
-                counter = local_copy(self._step).read_value()
-                step = counter * self._micro_batches + number
-                found = []
-                # The last layers first, as the backward pass finishes them: on GPUs calls start in this order.
-                for place, one in reversed(list(enumerate(self._shards))):
-                    summed = {index: sum_local(strategy, gradients[index]) for index in one.vector.indices}
-                    known = [_first(strategy, each) for each in residuals[place]] if residuals else one.residual()
-                    found.append(one.scatter_aside(summed, known, step))
-                return [*zip(*reversed(found), strict=True)] or [[], []]
+                summed = [sum_local(strategy, gradient) for gradient in gradients]
+                known = [_first(strategy, each) for each in residuals] if before else None
+                return self.scattered_aside(summed, known, number)
 
         residuals = before.residuals if before else []
         shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
-        finite = tf.reduce_all([before.finite if before else True, *finite])
         return Scattered(list(shards), whole, list(residuals), finite)
+
+    def scattered_aside(
+        self, sums: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor] | None, number: int
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """`scattered` for a micro-batch, without a change of the residuals.
+
+        Args:
+          sums: This worker's gradients.
+          residuals: From the micro-batch before; None for the first.
+          number: Of the micro-batch, from 0.
+
+        Returns:
+          The sums of this worker's shards; the new residuals, for `keep`.
+        """
+        step = local_copy(self._step).read_value() * self._micro_batches + number
+        known = self.residuals() if residuals is None else residuals
+        # The last layers first, as the backward pass finishes them: on GPUs calls start in this order.
+        found = [one.scatter_aside(sums, own, step) for one, own in reversed(self._by_vector(known))]
+        found.reverse()
+        return [shard for shard, _ in found], [each for _, residual in found for each in residual]
+
+    def residuals(self) -> list[tf.Tensor]:
+        """The values of the residuals."""
+        return [value for one in self._shards for value in one.residual()]
+
+    def keep(self, residuals: Sequence[tf.Tensor]) -> None:
+        """Stores the residuals that `scattered_aside` returned."""
+        for one, residual in self._by_vector(residuals):
+            one.store(residual)
+
+    def _by_vector(self, residuals: Sequence[tf.Tensor]) -> list[tuple[ShardPhases, list[tf.Tensor]]]:
+        left = iter(residuals)
+        return [(one, [next(left) for _ in one.state]) for one in self._shards]
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors."""
+        return len(self._shards)
 
     def update_shards(
         self,
@@ -186,23 +163,7 @@ class ShardedReducer(OwnersReducer):
         wants_norm: tf.Tensor | None,
         arguments: Sequence[tf.Tensor],
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Sums gradients, updates, gathers weights. Called in a replica context.
-
-        Args:
-          gradients: This replica's gradients, float32; or what `scatter` returned for the last micro-batch.
-          sidecar: Float32 vector, summed exactly.
-          weights: The weights, the same on every replica.
-          should_apply: Tells from the summed sidecar whether to update.
-          update: Runs once per worker and place in a replica: `(number of the place, sums of the pieces of each vector,
-            sums of the other tensors by index, summed sidecar, norm, *arguments)` to new values of the same sums.
-          norms: How norms are computed.
-          wants_norm: Bool scalar: whether the norm of all sums is needed; None: always. Else it is zero.
-          arguments: Further tensors for `update`.
-
-        Returns:
-          New weights, those of before if there was no update; the summed sidecar; the norm of all gradient sums. The
-          same bits on every replica.
-        """
+        """See `OwnersReducer`."""
 
         def merged(
             strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
@@ -214,7 +175,7 @@ class ShardedReducer(OwnersReducer):
 
                 def apply() -> Any:
                     given = [_first(strategy, value) for value in arguments]
-                    shards, wants = scatter(local_copy(self._step).read_value()), _first(strategy, wanted)
+                    shards, wants = scatter(), _first(strategy, wanted)
                     size = tf.cond(wants, lambda: self.norm_of(shards, small, norms), lambda: tf.zeros([]))
                     return self.updated(0, shards, small, own, update, (vector, size, *given)), size
 
@@ -229,18 +190,17 @@ class ShardedReducer(OwnersReducer):
         """A function that returns the sums of this worker's shards, once the step is applied; and its sums of the other
         tensors."""
         if isinstance(gradients, Scattered):
-            shards = [_first(strategy, shard) for shard in gradients.shards]
-            residuals = [[_first(strategy, each) for each in residual] for residual in gradients.residuals]
-
-            def known(step: tf.Tensor) -> list[tf.Tensor]:
-                del step
-                for one, residual in zip(self._shards, residuals, strict=True):
-                    one.store(residual)
-                return shards
-
-            return known, [sum_local(strategy, gradient) for gradient in gradients.whole]
+            shards = [_first(strategy, each) for each in gradients.shards]
+            residuals = [_first(strategy, each) for each in gradients.residuals]
+            whole = [sum_local(strategy, each) for each in gradients.whole]
+            return functools.partial(self.known, shards, residuals), whole
         summed = [sum_local(strategy, gradient) for gradient in gradients]
-        return lambda step: [one.scatter(summed, step) for one in self._shards], [summed[each] for each in self.whole]
+        return functools.partial(self.scattered, summed), [summed[each] for each in self.whole]
+
+    def known(self, shards: list[tf.Tensor], residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """`scattered` for gradients that have been sent already: keeps the residuals, returns the sums."""
+        self.keep(residuals)
+        return shards
 
     def scattered(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends this worker's gradients to their owners; returns the sums of its own shards. Changes residuals."""

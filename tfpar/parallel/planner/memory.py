@@ -89,7 +89,7 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, wo
     if plan.shard in _OWN_STATE:
         state = (state + (trained if plan.shard != "weights" else 0)) // replicas
     if plan.shard == "weights":
-        size -= trained - trained // replicas
+        size //= replicas  # frozen weights as well
     gradients = trained // replicas if plan.shard in ("gradients", "weights") else trained
     return {
         "weights": size,

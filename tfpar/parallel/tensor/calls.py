@@ -8,11 +8,20 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, current_place
-from tfpar.parallel.split import split_of
+from tfpar.parallel.split import model_split_of
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
-from tfpar.parallel.tensor.ways import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
+from tfpar.parallel.tensor.ways import (
+    COLUMN,
+    GATHER,
+    HEADS,
+    OWN_NUMBERS,
+    POSITIONS,
+    ROW,
+    VOCABULARY,
+    Layouts,
+    weight_of,
+)
 
 import keras
 import tensorflow as tf
@@ -115,12 +124,12 @@ def _gathered(
 ) -> Any:
     del plain
     outputs = _biased(layer, _product(layer, place.enter(inputs)))
-    return _activated(layer, finish(_divided(place, outputs, layer.kernel)))
+    return _activated(layer, finish(_divided(place, outputs, weight_of(layer, "kernel"))))
 
 
 def _divided(place: Place, outputs: Any, variable: keras.Variable) -> DividedLogits:
-    split = split_of(variable)
-    padding = split.padding if isinstance(split, Split) else 0
+    split = model_split_of(variable)
+    padding = split.padding if split else 0
     return DividedLogits(place, outputs, place.size * outputs.shape[-1] - padding)
 
 
@@ -170,8 +179,9 @@ def _vocabulary(
     finish: Finish, place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if kwargs.get("reverse") or (args and args[0] is True):  # logits of a tied head
-        return finish(_divided(place, plain(place.enter(inputs), *args, **kwargs), layer.embeddings))
-    rows = layer.embeddings.shape[0]
+        outputs = plain(place.enter(inputs), *args, **kwargs)
+        return finish(_divided(place, outputs, weight_of(layer, "embeddings")))
+    rows = weight_of(layer, "embeddings").shape[0]
     tokens = tf.cast(inputs, tf.int32) - place.rank * rows
     own = (tokens >= 0) & (tokens < rows)
     vectors = plain(tf.where(own, tokens, 0), *args, **kwargs)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of, parse_way
+from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of, parse_way, weight_of
 
 import keras
 
@@ -99,6 +99,6 @@ def _count(layer: keras.layers.Layer, way: str) -> Count | None:
     layout = layout_of(layer, way, 1)
     if layout is None:
         return None
-    shape = layer.kernel.shape
+    shape = weight_of(layer, "kernel").shape
     units = shape[layout.splits["kernel"].axis] // groups
     return Count(layer.name, units, "heads" if len(shape) == _PROJECTION else "units")

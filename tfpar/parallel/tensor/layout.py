@@ -29,6 +29,7 @@ from tfpar.parallel.tensor.ways import (
     activation_of,
     can_gather,
     layout_of,
+    weight_of,
 )
 
 import keras
@@ -208,7 +209,7 @@ class Finder:
         """Divides the remaining large Dense layers and convolutions, and gathers their outputs."""
         for layer in self.layers:
             least = _LARGE if type(layer) is keras.layers.Dense else _LARGE_CONVOLUTION
-            if can_gather(layer) and math.prod(layer.kernel.shape) >= least:
+            if can_gather(layer) and math.prod(weight_of(layer, "kernel").shape) >= least:
                 self._take_unasked(layer, GATHER)
 
     def _take_all(self, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str]) -> bool:

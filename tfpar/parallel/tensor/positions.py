@@ -17,7 +17,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.tensor.ways import OWN_NUMBERS, POSITIONS, LayerLayout, Layouts
+from tfpar.parallel.tensor.ways import OWN_NUMBERS, POSITIONS, LayerLayout, Layouts, weight_of
 
 import keras
 
@@ -68,12 +68,19 @@ def _is_divided(block: keras.layers.Layer, layouts: Layouts) -> bool:
 
 
 def has_gradient_in_parts(variable: keras.Variable) -> bool:
-    """Whether each device computes only its positions' part of the gradient of this whole weight."""
+    """Whether each device computes only a part of the gradient of this whole weight."""
     return bool(vars(variable).get(_ATTRIBUTE))
 
 
+def mark_adapters(layouts: Layouts) -> None:
+    """Marks the whole factors of adapters, of whose gradients each device computes a part."""
+    for layer, layout in layouts.values():
+        for name in layout.in_parts:
+            vars(getattr(layer, name))[_ATTRIBUTE] = True
+
+
 def _mark_gradients(block: keras.layers.Layer, layouts: Layouts) -> None:
-    divided = {id(getattr(layer, name)) for layer, layout in layouts.values() for name in layout.splits}
+    divided = {id(weight_of(layer, name)) for layer, layout in layouts.values() for name in layout.splits}
     for variable in block.variables:
         if id(variable) not in divided:
             vars(variable)[_ATTRIBUTE] = True

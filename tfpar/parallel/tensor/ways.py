@@ -37,12 +37,14 @@ class LayerLayout:
       splits: The division of the layer's own variables, by name; variables that are not listed are whole.
       divides_positions: Whether the input of a column layer, or the output of a row layer, has divided positions.
       edges: For a block with divided positions, whether its input has all of them, and whether its output must.
+      in_parts: Names of whole variables of whose gradient each device computes a part.
     """
 
     way: str
     splits: Mapping[str, Split] = dataclasses.field(default_factory=dict)
     divides_positions: bool = False
     edges: tuple[bool, bool] = (True, True)
+    in_parts: tuple[str, ...] = ()
 
 
 Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
@@ -69,16 +71,45 @@ def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | N
     if way in (HEADS, OWN_NUMBERS):
         return LayerLayout(way)
     if way == VOCABULARY:
-        table = getattr(layer, "embeddings", None)
-        if table is None or not _can_pad(table.shape[0], size) or _is_special(layer):
+        if not hasattr(layer, "embeddings") or _is_special(layer):
             return None
-        tables = {"embeddings": Split.padded(0, size, table.shape[0])}
+        rows = weight_of(layer, "embeddings").shape[0]
+        if not _can_pad(rows, size):
+            return None
+        tables = {"embeddings": Split.padded(0, size, rows)}
         if getattr(layer, "reverse_embeddings", None) is not None:  # a head with its own table
-            tables["reverse_embeddings"] = Split.padded(1, size, table.shape[0])
-        return LayerLayout(way, tables)
+            tables["reverse_embeddings"] = Split.padded(1, size, rows)
+        return _with_adapters(layer, LayerLayout(way, tables))
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
     splits = makers[way](layer, size, groups) if way in makers else None
-    return None if splits is None else LayerLayout(way, splits)
+    return None if splits is None else _with_adapters(layer, LayerLayout(way, splits))
+
+
+def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable:
+    """Returns a variable of a layer, of which the attribute with this name is the sum with the adapters, if it has
+    some."""
+    if not getattr(layer, "lora_enabled", False):
+        return getattr(layer, name)
+    return next(weight for weight in layer.weights if weight.name == name)
+
+
+def _with_adapters(layer: keras.layers.Layer, layout: LayerLayout) -> LayerLayout:
+    """Returns the layout with the division of a layer's adapters (LoRA).
+
+    One of the factors has the dimension along which the weight is divided. Each device multiplies its part of it with
+    the other one, which is whole, and so gets a part of the gradient of that.
+    """
+    names = [name for name in layout.splits if hasattr(layer, f"lora_{name}_a")]
+    if not getattr(layer, "lora_enabled", False) or not names:
+        return layout
+    [name] = names
+    split, last = layout.splits[name], len(weight_of(layer, name).shape) - 1
+    first, second = f"lora_{name}_a", f"lora_{name}_b"
+    if split.axis == last:
+        return dataclasses.replace(
+            layout, splits={**layout.splits, second: dataclasses.replace(split, axis=1)}, in_parts=(first,)
+        )
+    return dataclasses.replace(layout, splits={**layout.splits, first: split}, in_parts=(second,))
 
 
 def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
@@ -89,9 +120,12 @@ def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dic
 
 def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
     del groups  # gathered parts must be in order
-    if not can_gather(layer) or not _can_pad(layer.kernel.shape[-1], size):
+    if not can_gather(layer):
         return None
-    kernel, outputs = layer.kernel.shape, layer.kernel.shape[-1]
+    kernel = weight_of(layer, "kernel").shape
+    outputs = kernel[-1]
+    if not _can_pad(outputs, size):
+        return None
     splits = {"kernel": Split.padded(len(kernel) - 1, size, outputs)}
     return splits if layer.bias is None else {**splits, "bias": Split.padded(0, size, outputs)}
 
@@ -110,7 +144,8 @@ def can_gather(layer: keras.layers.Layer) -> bool:
 
 def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[str, Split] | None:
     """Returns splits of kernel and bias along the first output dimension that is not an input dimension."""
-    axis, bias_axis = len(layer.kernel.shape) - 1, 0
+    shape = weight_of(layer, "kernel").shape
+    axis, bias_axis = len(shape) - 1, 0
     if isinstance(layer, keras.layers.EinsumDense):
         inputs, kernel, outputs = _equation(layer)
         own = [label for label in kernel if label in outputs and label not in inputs]
@@ -123,7 +158,7 @@ def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[st
     splits = {"kernel": Split(axis, size, groups)}
     if layer.bias is not None:
         splits["bias"] = Split(bias_axis, size, groups)
-    fits = splits["kernel"].divides(layer.kernel.shape)
+    fits = splits["kernel"].divides(shape)
     return splits if fits and ("bias" not in splits or splits["bias"].divides(layer.bias.shape)) else None
 
 
@@ -138,7 +173,7 @@ def _row_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[s
             return None
         axis = kernel.index(summed[0])
     split = Split(axis, size, groups)
-    return {"kernel": split} if split.divides(layer.kernel.shape) else None
+    return {"kernel": split} if split.divides(weight_of(layer, "kernel").shape) else None
 
 
 def _is_linear(layer: keras.layers.Layer) -> bool:
@@ -146,9 +181,9 @@ def _is_linear(layer: keras.layers.Layer) -> bool:
 
 
 def _is_special(layer: keras.layers.Layer) -> bool:
-    """Whether a layer has more than kernel and bias: quantised weights, LoRA, or a constraint on the whole weight."""
+    """Whether a layer has quantised weights, or a constraint on a whole weight."""
     constrained = any(weight.constraint is not None for weight in layer.weights)
-    return bool(getattr(layer, "quantization_mode", None)) or getattr(layer, "lora_enabled", False) or constrained
+    return bool(getattr(layer, "quantization_mode", None)) or constrained
 
 
 def activation_of(layer: keras.layers.Layer) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel.tensor.layout import Finder, some
-from tfpar.parallel.tensor.ways import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of
+from tfpar.parallel.tensor.ways import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of, weight_of
 
 import keras
 
@@ -74,7 +74,7 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
         f"{request.path} along dim {split.axis}, not {request.dim}"
         for layer, layout in found.values()
         for name, split in layout.splits.items()
-        if (request := wanted.get(id(getattr(layer, name)))) and request.dim not in (None, split.axis)
+        if (request := wanted.get(id(weight_of(layer, name)))) and request.dim not in (None, split.axis)
     ]
     if elsewhere:
         more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
@@ -117,7 +117,8 @@ def _wanted(model: keras.Model, size: int, rules: Rules) -> dict[int, _Request]:
     look_up = _of_map(rules, size) if isinstance(rules, keras.distribution.LayoutMap) else _of_expressions(rules)
     wanted: dict[int, _Request] = {}
     used = set()
-    for variable in model.trainable_variables:
+    variables = _ruled(model)
+    for variable in variables:
         if (entry := look_up(variable.path)) is not None:
             key, value = entry
             used.add(key)
@@ -125,10 +126,16 @@ def _wanted(model: keras.Model, size: int, rules: Rules) -> dict[int, _Request]:
             wanted[id(variable)] = _Request(variable.path, _dim(variable, value, rule), rule)
     unused = [key for key in rules if key not in used]
     if unused and not isinstance(rules, keras.distribution.LayoutMap):  # a map may be made for models of several kinds
-        paths = [variable.path for variable in model.trainable_variables]
+        paths = [variable.path for variable in variables]
         shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
         raise ConfigError(f"layout: {unused[0]!r} matches no weight. The model has: {shown}.")
     return wanted
+
+
+def _ruled(model: keras.Model) -> list[keras.Variable]:
+    """Returns the weights that rules are for, frozen ones too; adapters are divided like their kernels."""
+    own = map(keras_internals.weights_made_to_learn, keras_internals.all_layers(model))
+    return [variable for variables in own for variable in variables if not variable.name.startswith("lora_")]
 
 
 Lookup = Callable[[str], tuple[str, Any] | None]
@@ -203,7 +210,7 @@ def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request
         id(variable): variable
         for key in group
         for name in layouts[key][1].splits
-        if name in ("kernel", "embeddings") and (variable := getattr(layouts[key][0], name)) is not None
+        if name in ("kernel", "embeddings") and (variable := weight_of(layouts[key][0], name)) is not None
     }
     asked = [key for key in kernels if key in wanted and wanted[key].dim is not None]
     if kernels and len(asked) == len(kernels):

@@ -11,7 +11,8 @@ from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.local import AnyRounds, FragmentExchange, Rounds, Streaming
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
-from tfpar.training.sidecar import Sidecar, frozen_weights
+from tfpar.training.model.adapting import frozen_weights
+from tfpar.training.sidecar import Sidecar
 
 import keras
 import tensorflow as tf

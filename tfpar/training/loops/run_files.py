@@ -100,7 +100,7 @@ class RunFiles:
             arrays=arrays,
             parts=parts,
             state_files=program.topology.weight_workers,
-            frozen=self._frozen_names(arrays) - parts.keys() if program.topology.is_chief else (),
+            frozen=self._frozen_names(arrays),
             exchange={
                 **program.exchange.export(),
                 **self._pipeline.export(),
@@ -194,9 +194,11 @@ class RunFiles:
             return run_state.snapshot(variables), {}
         return run_state.snapshot_here(variables, first=self._program.topology.is_chief)
 
-    def _frozen_names(self, arrays: Mapping[str, np.ndarray]) -> set[str]:
-        """Names of the arrays that training does not change: frozen weights."""
+    def _frozen_names(self, arrays: Mapping[str, np.ndarray]) -> set[str] | None:
+        """Names of the arrays that training does not change: frozen weights. None if the model has none."""
         frozen = {id(weight) for weight in frozen_weights(self._program.model)}
+        if not frozen:
+            return None
         variables = self._program.checkpoint_variables()
         return {name for name in arrays if id(variables[name]) in frozen}
 

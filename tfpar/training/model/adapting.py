@@ -73,7 +73,8 @@ def is_adapter(weight: keras.Variable) -> bool:
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """The weights that would be trained if they and their layers were not frozen."""
+    """The weights that would be trained if they and their layers were not frozen: the model lists them as
+    non-trainable, but they are not state."""
     trained = {id(weight) for weight in model.trainable_variables}
     return [
         weight for layer in all_layers(model) for weight in weights_made_to_learn(layer) if id(weight) not in trained

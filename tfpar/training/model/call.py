@@ -158,7 +158,7 @@ def call_and_then(
     with (
         _CallScope(mapping, trainable, record) as scope,
         keras_internals.unscaled_losses(),
-        weight_shards.shown_whole(trainable),
+        weight_shards.shown_gathered(model.variables),
     ):
         # Not given to the constructor, which would compare shapes: a value is a part of its variable, or all of it
         # where the model is called as a whole.
@@ -243,10 +243,14 @@ class _CallScope(keras.StatelessScope):
         super().__init__(state_mapping=mapping, collect_losses=True)
         self._index = {id(variable): index for index, variable in enumerate(trainable)}
         self._record = record
-        self._wholes = weight_shards.Wholes()
+        self._gathered = weight_shards.Gathered()
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        return self._wholes.of(variable, super().get_current_value(variable))
+        return self._gathered.of(variable, self.kept_value(variable))
+
+    def kept_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """The value that a replica keeps, which may be a shard."""
+        return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
@@ -254,7 +258,7 @@ class _CallScope(keras.StatelessScope):
         super().add_update((variable, value if index is None else self._record.add_leaf(index, value)))
 
 
-def _outside(scope: keras.StatelessScope, variable: keras.Variable, given: tf.Tensor | None) -> tf.Tensor:
+def _outside(scope: _CallScope, variable: keras.Variable, given: tf.Tensor | None) -> tf.Tensor:
     """The value of a variable after the call.
 
     Args:
@@ -265,7 +269,7 @@ def _outside(scope: keras.StatelessScope, variable: keras.Variable, given: tf.Te
     Raises:
       ConfigError: It was assigned inside a loop or branch, whose tensors exist only there.
     """
-    value = scope.get_current_value(variable)
+    value = scope.kept_value(variable)
     if tf.executing_eagerly() or _is_reachable(value):
         return value
     if given is not None and keras_internals.is_seed_state(variable):

@@ -264,7 +264,7 @@ class _BlockScope(keras.StatelessScope):
         self.state_mapping = values
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.others: dict[int, keras.Variable] = {}
-        self._learning, self._wholes = learning, weight_shards.Wholes()
+        self._learning, self._gathered = learning, weight_shards.Gathered()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         super().add_update(update)
@@ -273,7 +273,7 @@ class _BlockScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         if id(variable) in self._learning:
             self.others[id(variable)] = variable
-        return self._wholes.of(variable, super().get_current_value(variable))
+        return self._gathered.of(variable, super().get_current_value(variable))
 
 
 def _recomputed(
@@ -302,7 +302,9 @@ def _recomputed(
     learning = {id(variable) for variable in model.trainable_variables}
     weights = {id(variable): variable for variable in variables if id(variable) in learning}
     while True:
-        block = _Block(dict(outer.state_mapping), weights, learning, function, (args, kwargs))
+        values = dict(outer.state_mapping)
+        frozen = [each for each in variables if id(each) not in learning and weight_shards.is_sharded(each)]
+        block = _Block(values, weights, frozen, learning, function, (args, kwargs))
         results = tf.recompute_grad(block)(*block.arguments)
         if not block.others:
             break
@@ -329,12 +331,13 @@ class _Block:
         self,
         values: dict[int, tf.Tensor],
         weights: dict[int, keras.Variable],
+        frozen: list[keras.Variable],
         learning: set[int],
         function: Callable[..., Any],
         given: Any,
     ) -> None:
         self._values = values
-        self._weights = weights
+        self._weights, self._frozen = weights, frozen
         self._elsewhere = learning - weights.keys()
         self._function = function
         self._given = given
@@ -363,11 +366,12 @@ class _Block:
         for place, tensor in zip(self._places, tensors[: len(self._places)], strict=True):
             parts[place] = keras_internals.set_mask(tensor, self._masks_given[place])
         args, kwargs = tf.nest.pack_sequence_as(self._given, parts)
-        given, weights = tensors[len(self._places) :], list(self._weights.values())
+        weights = [*self._weights.values(), *self._frozen]
+        given = [*tensors[len(self._places) :], *(self._values[id(variable)] for variable in self._frozen)]
         inputs = [part for part in parts if isinstance(part, tf.Tensor)]
-        values = weight_shards.with_wholes(self._values, weights, given, inputs)
+        values = weight_shards.with_gathered(self._values, weights, given, inputs)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(weight_shards.shown_whole(weights))
+            stack.enter_context(weight_shards.shown_gathered(weights))
             stack.enter_context(keras_calls.in_thread_state(self._state))
             if self._example_weights is not None:
                 stack.enter_context(example_weights(self._example_weights))

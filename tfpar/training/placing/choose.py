@@ -13,7 +13,7 @@ from tfpar.training.offload.placing import OffloadingPlacing
 from tfpar.training.pipeline import PipelinePlacing
 from tfpar.training.placing.base import Placing
 from tfpar.training.segments.placing import SegmentedPlacing
-from tfpar.training.sharding.weights import GatheringPlacing
+from tfpar.training.sharding.weights import DividedGatheringPlacing, GatheringPlacing
 from tfpar.training.tensor_parallel import DividedPlacing
 
 
@@ -33,8 +33,9 @@ def placing_of(
     mesh, options = runtime.topology.mesh, options or TrainConfig()
     if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
         return PipelinePlacing(runtime, layout, sharded=options.shard != "none" and runtime.topology.replicas > 1)
+    gathers = options.shard == "weights" and runtime.topology.replicas > 1
     if mesh.model > 1:
-        return DividedPlacing(runtime, layout)
+        return DividedGatheringPlacing(runtime, layout) if gathers else DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
     divides = runtime.topology.name in ("mirrored", "multi_worker") and options.shard == "none"
@@ -42,4 +43,4 @@ def placing_of(
         return SegmentedPlacing(runtime)
     if options.offload != "none":
         return OffloadingPlacing()
-    return GatheringPlacing(runtime) if options.shard == "weights" and runtime.topology.replicas > 1 else Placing()
+    return GatheringPlacing(runtime) if gathers else Placing()

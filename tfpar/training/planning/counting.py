@@ -18,6 +18,7 @@ from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.divided_logits import kept_divided
+from tfpar.parallel.tensor.ways import weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.graph import GraphStep, Values, costs_of, crossing_elements, run_steps, steps_of
@@ -86,9 +87,8 @@ def _divided(model: keras.Model, size: int, layout: Mapping[str, Any] | None) ->
     specs = [(layer, layer.input_spec) for layer, _ in layouts.values()]
     try:
         divide_calls(layouts, heads_of(model))
-        yield {
-            id(getattr(layer, name)): split for layer, found in layouts.values() for name, split in found.splits.items()
-        }
+        found = [(layer, each) for layer, layout in layouts.values() for each in layout.splits.items()]
+        yield {id(weight_of(layer, name)): split for layer, (name, split) in found}
     finally:
         for layer, spec in specs:
             layer.input_spec = spec

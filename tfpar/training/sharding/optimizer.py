@@ -148,9 +148,11 @@ class OwnShare:
 
     def exchanged(self) -> dict[str, Any]:
         """Arguments of `Exchange.build`."""
+        micro_batches = self._micro_batches if self.scatters else 0
         if self._divided:
-            return {"per_device": self._divided._replace(shards=[place.vectors for place in self.places])}
-        return {"shards": self.places[0].vectors, "micro_batches": self._micro_batches if self.scatters else 0}
+            shards = [place.vectors for place in self.places]
+            return {"per_device": self._divided._replace(shards=shards, micro_batches=micro_batches)}
+        return {"shards": self.places[0].vectors, "micro_batches": micro_batches}
 
     @property
     def xla_obstacle(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfpar.exchange.sharding.reducer import Norms, Scattered
+from tfpar.exchange.sharding.owners import Norms, Scattered
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compiled
+from tfpar.parallel.model_axis import Place
 from tfpar.training import norms
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersStep
@@ -194,7 +195,8 @@ class ScatteringStep(ShardedStep):
 
         def reduce(number: int, gradients: Tensors) -> Tensors:
             nonlocal sent
-            sent = self.exchange.scatter_shards(self._unscaled(gradients, scale), sent, number)
+            gradients = self._of_replica(self._unscaled(gradients, scale))
+            sent = self.exchange.scatter_shards(gradients, sent, number)
             return [*sent.shards, *sent.whole]
 
         loss_scale = scale if self._scale_loss else None
@@ -203,8 +205,12 @@ class ScatteringStep(ShardedStep):
         count = len(sent.shards)
         return sums, sent._replace(shards=sums.gradients[:count], whole=sums.gradients[count:])
 
+    def _of_replica(self, gradients: Tensors) -> Tensors:
+        """The gradients of a micro-batch, the same on all devices of a replica that have the same weights."""
+        return gradients
+
     def _own_norm(self, gradients: Scattered) -> tf.Tensor:
-        norm = self._norm([*gradients.shards, *gradients.whole])
+        norm = norms.l2_norm([*gradients.shards, *gradients.whole])
         return tf.where(gradients.finite, norm, float("nan"))  # a codec may have turned NaN into numbers
 
 
@@ -226,6 +232,29 @@ class DividedShardedStep(ShardedStep, DividedStep):
         return self._axis.sum_of_worker(of_parts) + _sum_of_squares(
             norm for norm, place in counted if not place.divided
         )
+
+
+class DividedScatteringStep(ScatteringStep, DividedShardedStep):
+    """A scattering step of replicas whose layers are divided over a model axis.
+
+    Args:
+      share: This worker's share, with its optimizers.
+      *args: See `DividedStep`.
+      **kwargs: See `DividedStep`.
+    """
+
+    def _of_replica(self, gradients: Tensors) -> Tensors:
+        with self._axis.on_own_device() as place:
+            return super()._agreed(place, gradients, tf.zeros([0]))[0]
+
+    def _agreed(self, place: Place, gradients: Any, packed: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        """The sidecar of the first device; gradients have been sent already."""
+        return gradients, place.sum(packed if place.rank == 0 else tf.zeros_like(packed))
+
+    def _own_norm(self, gradients: Scattered) -> tf.Tensor:
+        with self._axis.on_own_device() as place:
+            squares = place.sum(_sum_of_squares([super()._own_norm(gradients)]))
+        return tf.cast(tf.sqrt(squares), tf.float32)
 
 
 class PipelineShardedStep(ShardedStep, PipelineStep):
@@ -285,6 +314,7 @@ _SHARDED: dict[Any, type[ShardedStep]] = {
     OverWorkersStep: OverWorkersShardedStep,
     DividedOverWorkersStep: DividedOverWorkersShardedStep,
 }
+_SCATTERING = {TrainStep: ScatteringStep, DividedStep: DividedScatteringStep}
 
 
 def sharded_step(share: OwnShare, step: Callable[..., TrainStep]) -> Callable[..., ShardedStep]:
@@ -294,7 +324,6 @@ def sharded_step(share: OwnShare, step: Callable[..., TrainStep]) -> Callable[..
       share: This worker's share.
       step: From `Placing.step_class`: the constructor of the step without shards.
     """
-    if share.scatters:
-        return functools.partial(ScatteringStep, share)
     kind, arguments = (step.func, step.args) if isinstance(step, functools.partial) else (step, ())
-    return functools.partial(_SHARDED[kind], share, *arguments)
+    kinds: Mapping[Any, type[ShardedStep]] = _SCATTERING if share.scatters else _SHARDED
+    return functools.partial(kinds[kind], share, *arguments)

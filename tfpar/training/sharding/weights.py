@@ -1,4 +1,4 @@
-"""Replicas that share the weights, each with a part (`--shard=weights`)."""
+"""Replicas that share the weights, each with a shard (`--shard=weights`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar import models
@@ -19,16 +19,23 @@ from tfpar.exchange.reducer import GatheredWeights
 from tfpar.optim import keras_internals
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies
-from tfpar.parallel.division import FlatSplit
+from tfpar.parallel.division import Shards, Split
+from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import move_to_devices, split_of
+from tfpar.parallel.split import model_split_of, move_to_devices
+from tfpar.parallel.tensor.calls import heads_of
+from tfpar.parallel.topology import Topology
+from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
 from tfpar.training.core import Core
+from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.model.recompute import recompute_layers
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
-from tfpar.training.sharding.weights_step import GatheringStep, whole_places
+from tfpar.training.sharding.weights_step import DividedGatheringStep, GatheringStep, exchanged_places
 from tfpar.training.step import TrainStep
+from tfpar.training.tensor_parallel.model import check_divided, divide_layers
+from tfpar.training.tensor_parallel.placing import places_of_axis
 
 import keras
 import tensorflow as tf
@@ -39,7 +46,7 @@ _NO_XLA = "--shard=weights gathers weights within a step, for which TensorFlow h
 
 
 class GatheringPlacing(Placing):
-    """Every replica has one device, and a part of each large weight.
+    """Every replica has one device, and a shard of each large weight.
 
     Args:
       runtime: The running strategy.
@@ -49,9 +56,9 @@ class GatheringPlacing(Placing):
 
     def __init__(self, runtime: strategies.Runtime) -> None:
         topology = runtime.topology
-        self.topology = dataclasses.replace(topology, shards_weights=True)
-        devices = runtime.strategy.extended.worker_devices
-        self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.replicas)
+        self.topology: Topology = dataclasses.replace(topology, shards_weights=True)
+        worker, devices = max(topology.worker, 0), runtime.strategy.extended.worker_devices
+        self._replica_axis = ReplicaAxis(devices, worker, topology.replicas, topology.model_devices)
         self._peers = None
         if topology.workers > 1:
             group = world_group(topology.workers, topology.worker)
@@ -61,15 +68,7 @@ class GatheringPlacing(Placing):
         """See `Placing`."""
         _check_model(model)
         summary = known_summary(model)
-        units = layers_that_gather(model)
-        sharded = {id(variable) for layer in units for variable in layer.trainable_variables if is_sharded(variable)}
-        recompute_layers(model, [layer for layer in units if any(id(each) in sharded for each in layer.variables)])
-        if announced:
-            _log.info("%s", self._describe(model, sharded))
-        for variable in model.variables:
-            shape = tuple(variable.shape)
-            split = FlatSplit(shape, self._axis.size) if id(variable) in sharded else None
-            move_to_devices(variable, split, peers=self._peers)
+        self._shard(model, {}, layers_that_gather(model), announced=announced)
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
@@ -93,37 +92,134 @@ class GatheringPlacing(Placing):
 
     def within(self) -> contextlib.AbstractContextManager[Any]:
         """See `Placing`."""
-        return self._axis.on_own_device()
+        return self._replica_axis.on_own_device()
 
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
         """See `Placing`."""
         del model
-        return functools.partial(GatheringStep, self._axis)
+        return functools.partial(GatheringStep, self._replica_axis)
 
     def exchange_arguments(self, model: keras.Model) -> dict[str, Any]:
         """See `Placing`."""
         variables = model.trainable_variables
-        return {"variables": [variables[place] for place in whole_places(variables)]}
+        return {"variables": [variables[place] for place in exchanged_places(variables)]}
 
     def gathered(self, model: keras.Model, config: ExperimentConfig) -> GatheredWeights:
         """See `Placing`."""
-        parts = [variable.shape[0] for variable in model.trainable_variables if split_of(variable)]
-        return GatheredWeights(self._axis.size * sum(parts), config.train.accumulate_steps)
+        every = self._replica_axis.size * min(self._replica_axis.devices_of_replica, self._replica_axis.programs)
+        trained, frozen = (
+            every * sum(math.prod(variable.shape) for variable in variables if is_sharded(variable))
+            for variables in (model.trainable_variables, model.non_trainable_variables)
+        )
+        return GatheredWeights(trained, config.train.accumulate_steps, frozen)
 
     @property
     def xla_obstacle(self) -> str:
         """See `Placing`."""
         return _NO_XLA
 
-    def _describe(self, model: keras.Model, sharded: set[int]) -> str:
-        weights = model.trainable_variables
-        every = sum(math.prod(variable.shape) for variable in weights)
-        inside = sum(math.prod(variable.shape) for variable in weights if id(variable) in sharded)
-        own = every - inside + -(-inside // self._axis.size)
-        return (
-            f"sharded weights: each of {self._axis.size} replicas keeps {own:,} of {every:,} trainable weights "
-            f"({own / max(every, 1):.0%}), with their gradients and optimizer state"
+    def _shard(
+        self,
+        model: keras.Model,
+        divided: Mapping[int, Split],
+        blocks: Sequence[keras.layers.Layer],
+        *,
+        announced: bool,
+    ) -> None:
+        """Moves the parts of a model to their devices.
+
+        Args:
+          model: The model.
+          divided: Divisions over a model axis, by `id` of the variable.
+          blocks: Layers that may run again in the backward pass, so that their weights are not kept until then.
+          announced: Whether to log how much a device keeps.
+        """
+        axis, weights = self._replica_axis, [*model.trainable_variables, *frozen_weights(model)]
+        splits: dict[int, Split | Shards] = dict(divided)
+        for variable in weights:
+            if can_be_sharded(variable):
+                devices, within = axis.devices_of_replica, divided.get(id(variable))
+                splits[id(variable)] = Shards.of(variable.shape, axis.size, devices, within)
+        sharded = {key for key, split in splits.items() if isinstance(split, Shards)}
+        recompute_layers(model, [layer for layer in blocks if any(id(each) in sharded for each in layer.variables)])
+        if announced:
+            every = sum(math.prod(variable.shape) for variable in weights)
+            parts = [(tuple(variable.shape), splits.get(id(variable))) for variable in weights]
+            own = sum(math.prod(split.part_shape(shape) if split else shape) for shape, split in parts)
+            _log.info(
+                "sharded weights: each of %d replicas keeps %s of %s weights (%.0f%%)%s, with their gradients and "
+                "optimizer state",
+                *(axis.size, f"{own:,}", f"{every:,}", 100 * own / max(every, 1)),
+                " on each of its devices" if axis.devices_of_replica > 1 else "",
+            )
+        for variable in model.variables:
+            split = splits.get(id(variable))
+            # Only if a worker has not all devices of a replica, it has not all parts of a variable without shards.
+            shared = isinstance(split, Shards) or axis.programs < axis.devices_of_replica
+            move_to_devices(variable, split, peers=self._peers if shared else None)
+
+
+class DividedGatheringPlacing(GatheringPlacing):
+    """The devices of the model axis hold a replica; each has shards of its parts of the weights.
+
+    Args:
+      runtime: The running strategy.
+      layout: How layers are divided, see `find_layout`.
+    """
+
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
+        super().__init__(runtime)
+        topology, devices = runtime.topology, runtime.strategy.extended.worker_devices
+        self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
+        self._layout = layout
+        self.has_outputs = self.adds_sums = topology.replica_part == 0
+
+    def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
+        """See `Placing`."""
+        summary, heads = known_summary(model), heads_of(model)
+        divided = divide_layers(
+            model,
+            self._axis,
+            self._layout,
+            sequence_parallel=config.strategy.sequence_parallel,
+            announced=announced,
         )
+        # A head returns logits that are divided, which no block can; it is also the first that the backward pass needs.
+        blocks = [layer for layer in layers_that_gather(model) if id(layer) not in heads]
+        self._shard(model, divided, blocks, announced=announced)
+        return summary
+
+    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
+        """See `Placing`."""
+        check_divided(optimizer, core)
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """See `Placing`."""
+        with self._axis.on_own_device(), self._replica_axis.on_own_device():
+            yield
+
+    def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
+        """See `Placing`."""
+        del model
+        return functools.partial(DividedGatheringStep, self._replica_axis, self._axis)
+
+    def exchange_arguments(self, model: keras.Model) -> dict[str, Any]:
+        """See `Placing`."""
+        arguments = super().exchange_arguments(model)
+        variables = arguments["variables"]
+        divided = [index for index, variable in enumerate(variables) if model_split_of(variable)]
+        return arguments | {"per_device": places_of_axis(self._axis, self.topology, divided, len(variables))}
+
+    @property
+    def model_axis_bytes(self) -> int:
+        """See `Placing`."""
+        return self._axis.bytes_of_step
+
+    @property
+    def xla_obstacle(self) -> str:
+        """See `Placing`."""
+        return COLLECTIVES_WITHIN
 
 
 def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:
@@ -134,8 +230,8 @@ def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:
     return found
 
 
-def is_sharded(variable: keras.Variable) -> bool:
-    """Whether a trainable variable can be sharded and is large enough: at least 1,024 elements and two dimensions."""
+def can_be_sharded(variable: keras.Variable) -> bool:
+    """Whether a weight can be sharded and is large enough: at least 1,024 elements and two dimensions."""
     large = specs.parse("none").options.is_compressible(tf.TensorShape(variable.shape))
     return large and variable.dtype == "float32" and variable.constraint is None
 

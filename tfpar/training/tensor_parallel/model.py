@@ -16,8 +16,8 @@ from tfpar.parallel.split import whole_elements
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.indivisible import Indivisible
-from tfpar.parallel.tensor.positions import divide_positions
-from tfpar.parallel.tensor.ways import WAYS, Layouts
+from tfpar.parallel.tensor.positions import divide_positions, mark_adapters
+from tfpar.parallel.tensor.ways import WAYS, Layouts, weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.core import Core
 
@@ -58,8 +58,9 @@ def divide_layers(
     find = find_weight_layout if names_weights(rules) else tensor_layout.find_layout
     layouts = find(model, axis.size, rules or {})
     splits = {
-        id(getattr(layer, name)): split for layer, layout in layouts.values() for name, split in layout.splits.items()
+        id(weight_of(layer, name)): split for layer, layout in layouts.values() for name, split in layout.splits.items()
     }
+    mark_adapters(layouts)
     blocks = divide_positions(model, layouts, axis.size) if sequence_parallel else 0
     divide_calls(layouts, heads_of(model))
     if announced:

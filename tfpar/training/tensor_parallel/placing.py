@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar import models
@@ -15,6 +15,7 @@ from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices, split_of
+from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
@@ -36,7 +37,8 @@ class DividedPlacing(Placing):
     several = True
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
-        self.topology = topology = runtime.topology
+        self.topology: Topology = runtime.topology
+        topology = runtime.topology
         devices = runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
         self._layout, self._peers = layout, ReplicaPeers.of_layers(topology)
@@ -70,10 +72,7 @@ class DividedPlacing(Placing):
         """See `Placing`."""
         variables = model.trainable_variables
         divided = [index for index, variable in enumerate(variables) if split_of(variable)]
-        if self._peers:
-            parts = self._axis.size // self._axis.programs
-            return places_of_part(divided, len(variables), self._axis.programs, parts, self._peers.rank)
-        return places_that_divide(divided, len(variables), self._axis.size)
+        return places_of_axis(self._axis, self.topology, divided, len(variables))
 
     @property
     def model_axis_bytes(self) -> int:
@@ -84,3 +83,17 @@ class DividedPlacing(Placing):
     def xla_obstacle(self) -> str:
         """See `Placing`."""
         return COLLECTIVES_WITHIN
+
+
+def places_of_axis(axis: ModelAxis, topology: Topology, divided: Sequence[int], variables: int) -> DevicesOfReplica:
+    """How the devices of a model axis divide the gradients of a replica.
+
+    Args:
+      axis: The devices of this worker.
+      topology: The topology of the run.
+      divided: Indices of the variables that are divided.
+      variables: Number of all.
+    """
+    if topology.model_workers > 1:
+        return places_of_part(divided, variables, axis.programs, topology.model_workers, topology.model_part)
+    return places_that_divide(divided, variables, axis.size)

@@ -15,7 +15,7 @@ from tfpar.config import ConfigError
 from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.pipeline.devices import place_of
-from tfpar.parallel.split import split_of
+from tfpar.parallel.split import model_split_of, split_of
 from tfpar.parallel.tensor.positions import has_gradient_in_parts
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Tensors
@@ -41,7 +41,7 @@ class DividedStep(TrainStep):
         # Indices of the divided weights, and of the whole ones, on each device of a program.
         self._by_stage: list[tuple[list[int], list[int]]] = [([], []) for _ in range(axis.stages)]
         for index, variable in enumerate(self.core.model.trainable_variables):
-            self._by_stage[place_of(variable) or 0][split_of(variable) is None].append(index)
+            self._by_stage[place_of(variable) or 0][model_split_of(variable) is None].append(index)
         weights = enumerate(self.core.model.trainable_variables)
         self._summed = {index for index, variable in weights if has_gradient_in_parts(variable)}
 

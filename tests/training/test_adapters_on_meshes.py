@@ -1,0 +1,95 @@
+"""Adapters (LoRA) of layers that a mesh divides: the numbers of one device, a part on each."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+from tests.integration.scripts import divided
+from tests.training.test_tensor_parallel import assert_as_alone
+from tfpar.optim.keras_internals import all_layers
+from tfpar.parallel.split import shape_of, split_of
+from tfpar.parallel.tensor.positions import has_gradient_in_parts
+from tfpar.parallel.weight_shards import is_sharded
+from tfpar.training.model.adapting import is_adapter
+
+import keras
+import numpy as np
+import pytest
+
+EVERY = {"lora": "2:."}
+CASES: list[Any] = [
+    ("dense", "model:2", 2, {"lora": "2:third|fourth", "trainable": "norm"}),
+    ("language_model", "model:2", 2, EVERY),  # the table of tied embeddings, too
+    ("language_model", "data:2,pipeline:2", 4, {**EVERY, "accumulate_steps": 2, "jit_compile": "auto"}),
+    ("dense", "", 3, {"lora": "2:third|fourth", "shard": "weights", "accumulate_steps": 2}),
+    *(
+        pytest.param(*case, marks=pytest.mark.proof)
+        for case in [
+            ("attention", "model:2", 2, EVERY),
+            ("attention", "data:2,model:2", 4, {**EVERY, "shard": "gradients", "accumulate_steps": 2}),
+            ("vit", "model:4", 4, EVERY),
+            ("language_model", "data:2,model:2", 4, {**EVERY, "sequence_parallel": True, "recompute": "blocks"}),
+            ("language_model", "pipeline:2,model:2", 4, EVERY),
+            ("gpt2", "model:2", 2, EVERY),
+            ("gpt2", "data:2,model:2", 4, {**EVERY, "shard": "weights"}),
+            ("language_model", "", 2, {**EVERY, "shard": "weights"}),
+            ("grouped_query", "data:2,model:2", 4, {**EVERY, "shard": "optimizer"}),
+            ("recurrent", "pipeline:2", 2, {**EVERY, "accumulate_steps": 2}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "devices", "options"), CASES)
+def test_equal_one_device(model, mesh, devices, options):
+    trainer = divided.here("mirrored", mesh, devices, model=model, **options)
+    same = ("lora", "trainable", "accumulate_steps")
+    assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
+    if "model" in mesh:
+        assert_divided_like_their_kernels(trainer.model)
+
+
+def assert_divided_like_their_kernels(model: keras.Model) -> None:
+    found = 0
+    for layer in all_layers(model):
+        weights = layer.weights if len(all_layers(layer)) == 1 else []
+        adapters = [weight for weight in weights if is_adapter(weight)]
+        kernels = [each for each in weights if not is_adapter(each) and split_of(each) and len(each.shape) > 1]
+        if adapters and kernels:
+            found += 1
+            first, second = adapters
+            kernel = max(kernels, key=lambda each: math.prod(each.shape))  # not the bias of several dimensions
+            split = split_of(kernel)
+            of_second = split.axis == len(kernel.shape) - 1
+            whole, part = (first, second) if of_second else (second, first)
+            assert split_of(whole) is None
+            assert has_gradient_in_parts(whole)
+            axis = 1 if of_second else split.axis
+            assert shape_of(part)[axis] == shape_of(kernel)[split.axis]
+            assert part.shape[axis] == kernel.shape[split.axis] < shape_of(kernel)[split.axis]
+    assert found > 1
+
+
+def test_saved_with_the_kernels_and_resumed_on_one_device(tmp_path):
+    options = {"lora": "2:third|fourth", "steps": 8}
+    trainer = divided.here("mirrored", "data:2,model:2", 4, workdir=str(tmp_path / "whole"), **options)
+    x = divided.data("dense")[0][:8]
+    loaded = keras.saving.load_model(tmp_path / "whole" / "model.keras", compile=False)
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), trainer.predict(x), rtol=1e-4, atol=1e-5)
+    divided.here("mirrored", "data:2,model:2", 4, workdir=str(tmp_path / "run"), stop_after=4, **options)
+    for mesh, devices in (("pipeline:2", 2), ("", 1)):
+        copy = tmp_path / f"{devices}"
+        shutil.copytree(tmp_path / "run", copy)
+        own = {**options, "workdir": str(copy)}
+        further = divided.here("mirrored", mesh, devices, **own) if mesh else divided.here(**own)
+        assert_as_alone(further, "dense", lora="2:third|fourth", steps=8)
+
+
+def test_frozen_kernels_are_sharded_too():
+    trainer = divided.here("mirrored", "", 2, steps=1, lora="2:third|fourth", shard="weights")
+    kernels = [each for each in trainer.model.non_trainable_variables if is_sharded(each)]
+    assert {each.path.rpartition("/")[2] for each in kernels} == {"kernel"}
+    assert sum(math.prod(each.shape) for each in kernels) == (64 * 24 + 24 * 128 + 128 * 48) / 2
+    assert trainer.program.exchange.gathered.frozen == 64 * 24 + 24 * 128 + 128 * 48

@@ -1,0 +1,105 @@
+"""What reducers have in common with which only the owner of a shard has its sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tfpar_ops
+from tfpar.exchange.gradients import Gradient
+from tfpar.exchange.reducer import Reducer, ShouldApply
+
+import tensorflow as tf
+
+# New values of the pieces of each vector, and of the tensors without an owner, from the sums of their gradients.
+Update = Callable[..., tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]]
+
+
+class Norms(NamedTuple):
+    """How norms are computed.
+
+    Attributes:
+      of: The L2 norm over tensors.
+      joined: The L2 norm over all devices of a replica, from those of the places of this worker.
+    """
+
+    of: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+    joined: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+
+
+# Returns the sums of this worker's shards, for each vector.
+Scatter = Callable[[], list[tf.Tensor]]
+
+
+class Scattered(NamedTuple):
+    """A replica's record of gradients that were sent to their owners: of one micro-batch, or added up.
+
+    Attributes:
+      shards: For each vector the sum of this worker's shards over the workers.
+      whole: This replica's gradients of the tensors without an owner, in the order of their indices.
+      residuals: The residuals, after this and all earlier micro-batches of the step.
+      finite: Bool scalar: whether all gradients of this replica were finite, in these micro-batches.
+    """
+
+    shards: list[tf.Tensor]
+    whole: list[tf.Tensor]
+    residuals: list[tf.Tensor]
+    finite: tf.Tensor
+
+
+class OwnersReducer(Reducer):
+    """A reducer with which only the owner of a shard has its sum, and updates its weights with it."""
+
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Not supported: no worker has all sums."""
+        raise NotImplementedError("with sharded optimizer state, call update_shards")
+
+    def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
+        """Sends the gradients of one micro-batch to their owners. Called in a replica context.
+
+        No variable changes: pass the result to the next call, and after the last one to `update_shards`. Each bucket is
+        sent as soon as its tensors are ready.
+
+        Args:
+          gradients: This replica's gradients, float32.
+          before: What the call for the micro-batch before returned; None for the first.
+          number: Of the micro-batch, from 0.
+        """
+        raise NotImplementedError
+
+    def update_shards(
+        self,
+        gradients: Sequence[tf.Tensor] | Scattered,
+        sidecar: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        should_apply: ShouldApply,
+        update: Update,
+        norms: Norms,
+        wants_norm: tf.Tensor | None,
+        arguments: Sequence[tf.Tensor],
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """Sums gradients, updates, gathers weights. Called in a replica context.
+
+        Args:
+          gradients: This replica's gradients, float32; or what `scatter` returned for the last micro-batch.
+          sidecar: Float32 vector, summed exactly.
+          weights: The weights, the same on every replica.
+          should_apply: Tells from the summed sidecar whether to update.
+          update: Runs once per worker and place in a replica: `(number of the place, sums of the pieces of each vector,
+            sums of the other tensors by index, summed sidecar, norm, *arguments)` to new values of the same sums.
+          norms: How norms are computed.
+          wants_norm: Bool scalar: whether the norm of all sums is needed; None: always. Else it is zero.
+          arguments: Further tensors for `update`.
+
+        Returns:
+          New weights, those of before if there was no update; the summed sidecar; the norm of all gradient sums. The
+          same bits on every replica.
+        """
+        raise NotImplementedError
+
+
+def all_finite(gradients: Sequence[tf.Tensor], before: Scattered | None) -> tf.Tensor:
+    """Whether these gradients are finite, and those of the micro-batches before: a bool scalar."""
+    return tfpar_ops.norm_squared(gradients)[1] & (before.finite if before else True)
