@@ -56,12 +56,13 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_two_workers_of_two_devices(tmp_path):
     """They equal one device, also with micro-batches and a loss whose parts are summed beforehand; with int4 they stay
     near it; and what they have saved does not continue on another mesh with what int4 left out."""
-    dense, optimizer, gradients, weights, language_model, encoded = on_workers(
+    dense, optimizer, gradients, weights, language_model, synchronised, encoded = on_workers(
         2,
         tmp_path / "out",
         {**MESH, "accumulate_steps": 2, "jit_compile": "auto"},  # XLA compiles the optimizer step alone
         *({**MESH, "accumulate_steps": 2, "shard": shard} for shard in ("optimizer", "gradients", "weights")),
         {**MESH, "model": "language_model", "steps": 6},
+        {**MESH, "model": "synchronised", "accumulate_steps": 2, "steps": 6},
         {**MESH, "exchange": "int4:min_elements=64", "workdir": str(tmp_path / "run")},
     )
     expected = alone("dense", accumulate_steps=2)[0]
@@ -71,6 +72,7 @@ def test_two_workers_of_two_devices(tmp_path):
     assert int(gradients["sent"]) == pytest.approx(1.5 * int(dense["sent"]), rel=0.01)  # (A + 1) / 2
     assert (dense["compiles_update"], language_model["compiles_update"]) == (True, False)
     assert_close(language_model, alone("language_model", steps=6)[0])
+    assert_close(synchronised, alone("synchronised", accumulate_steps=2, steps=6)[0])
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
 
@@ -129,7 +131,7 @@ def test_two_replicas_of_two_workers_each(tmp_path):
     only_parts = {"trainable": "(first|second|third|fourth)/kernel", "clip_norm": 0.05, "steps": 6}
     shards = {**mesh, "shard": "optimizer"}
     gathers, folder = {**mesh, "shard": "weights", "ema": 0.9}, {"workdir": str(tmp_path / "run")}
-    found, sharded, parts, scattered, gathered, _ = on_workers(
+    found, sharded, parts, scattered, gathered, _, synchronised = on_workers(
         4,
         tmp_path / "out",
         mesh,
@@ -138,6 +140,7 @@ def test_two_replicas_of_two_workers_each(tmp_path):
         {**mesh, "shard": "gradients", "accumulate_steps": 2},
         gathers,
         {**gathers, **folder, "stop_after": 5},
+        {**mesh, "model": "synchronised"},
     )
     expected = alone("dense", steps=10, ema=0.9)
     assert_close(scattered, alone("dense", steps=10, accumulate_steps=2)[0])
@@ -147,6 +150,7 @@ def test_two_replicas_of_two_workers_each(tmp_path):
     assert len(files) == 4
     written = sum(array.size for arrays in files for array in arrays.values())
     assert written == sum(array.size for array in checkpointer.read(saved).arrays.values())  # each element once
+    assert_close(synchronised, alone("synchronised", steps=10)[0])
     further = divided.here("one_device", steps=10, ema=0.9, **folder)
     assert_close(divided.weights_of(further), expected[0])
     assert_close(found, expected[0])

@@ -7,7 +7,6 @@ from typing import Any
 import tfpar
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone
-from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training.sharding.weights import can_be_sharded
 from tfpar.training.validate import validate_config
@@ -29,18 +28,6 @@ LORA, FROZEN = {"lora": "2:third|fourth"}, {"trainable": "second|third"}
 MUON, LAMB, ADAFACTOR = ({"optimizer": name} for name in ("muon", "lamb", "adafactor"))
 
 
-def synchronised() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((12,)),
-            keras.layers.Dense(64, "relu", name="first"),
-            keras.layers.Dense(48, use_bias=False, name="second"),
-            models.BatchNormalization(synchronized=True, name="batch_norm"),
-            keras.layers.Dense(3, name="last"),
-        ]
-    )
-
-
 def half() -> keras.Model:
     keras.config.set_dtype_policy("mixed_float16")  # `divided.train` clears what a runtime has set
     return divided.dense()
@@ -48,7 +35,6 @@ def half() -> keras.Model:
 
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
-    monkeypatch.setitem(divided.MODELS, "synchronised", synchronised)
     monkeypatch.setitem(divided.MODELS, "half", half)
     yield
     keras.config.set_dtype_policy("float32")
@@ -71,7 +57,7 @@ WORKS = [
     *((places, LORA) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, PIPELINE, PIPELINES)),
     *((places, LORA) for places in (MODEL_SHARDS, PIPELINE_SHARDS, MODEL_GRADIENTS, WEIGHTS, MODEL_WEIGHTS)),
     *((places, each) for places in (OPTIMIZER, GRADIENTS, PIPELINE) for each in (MUON, LAMB, ADAFACTOR)),
-    *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS)),
+    *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, MODEL_SHARDS)),
     *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER)),
 ]
 WHOLE = "needs whole tensors"
@@ -79,7 +65,7 @@ REFUSED = [
     *((places, each, WHOLE) for places in (MODEL, WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),
     *((places, {"local_steps": 2}, "--local_steps=2 does not work with --mesh=") for places in (MODEL, PIPELINE)),
     *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
-    *((places, {"model": "synchronised"}, "synchronises batch") for places in (MODEL, PIPELINES, WEIGHTS)),
+    *((places, {"model": "synchronised"}, "synchronises batch") for places in (PIPELINES, WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),
     *((places, {"jit_compile": "true"}, "--jit_compile=true: --shard=") for places in (GRADIENTS, WEIGHTS)),
     *((PIPELINES, each, "--shard=.* does not work yet with --mesh=") for each in (GRADIENTS, WEIGHTS)),

@@ -12,6 +12,7 @@ workers of its pipeline have too.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -54,14 +55,14 @@ def dense() -> keras.Model:
     )
 
 
-def batch_statistics() -> keras.Model:
+def batch_statistics(*, synchronized: bool = False) -> keras.Model:
     """State that is not divided."""
     return keras.Sequential(
         [
             keras.Input((12,)),
             keras.layers.Dense(64, "relu", name="first"),
             keras.layers.Dense(48, use_bias=False, name="second"),
-            models.BatchNormalization(name="batch_norm"),
+            models.BatchNormalization(synchronized=synchronized, name="batch_norm"),
             keras.layers.Dense(3, name="last"),
         ]
     )
@@ -207,6 +208,7 @@ MODELS = {
     "constrained": constrained,
     "shared_layer": shared_layer,
     "batch_statistics": batch_statistics,
+    "synchronised": functools.partial(batch_statistics, synchronized=True),
     "attention": attention,
     "language_model": language_model,
     "uneven_vocabulary": uneven_vocabulary,

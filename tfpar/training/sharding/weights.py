@@ -176,6 +176,7 @@ class DividedGatheringPlacing(GatheringPlacing):
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
+        _check_model(model)
         summary, heads = known_summary(model), heads_of(model)
         divided = divide_layers(
             model,

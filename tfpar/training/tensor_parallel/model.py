@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar import models
 from tfpar.config import ConfigError
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel.division import Split
@@ -48,13 +47,8 @@ def divide_layers(
       How to divide the variables, by their identity; see `move_to_devices`.
 
     Raises:
-      ConfigError: Nothing can be divided, or a rule cannot hold; the model synchronises batch statistics.
+      ConfigError: Nothing can be divided, or a rule cannot hold.
     """
-    if models.uses_synchronized_statistics(model):
-        raise ConfigError(
-            f"--mesh: model {model.name!r} synchronises batch statistics between replicas, which divided models cannot "
-            "do yet. Use another normalization, or --mesh=data:... alone."
-        )
     find = find_weight_layout if names_weights(rules) else tensor_layout.find_layout
     layouts = find(model, axis.size, rules or {})
     splits = {
