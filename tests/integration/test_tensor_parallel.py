@@ -139,7 +139,7 @@ def test_two_replicas_of_two_workers_each(tmp_path):
         {**shards, **only_parts},
         {**mesh, "shard": "gradients", "accumulate_steps": 2},
         gathers,
-        {**gathers, **folder, "stop_after": 5},
+        {**gathers, **folder, "stop_after": 5, "eval_every": 5},
         {**mesh, "model": "synchronised"},
     )
     expected = alone("dense", steps=10, ema=0.9)

@@ -76,7 +76,6 @@ def test_equal_one_device(model, mesh, devices, options):
                 ("language_model", {**GRADIENTS, **TWICE, "sequence_parallel": True}),
                 ("vit", {**WEIGHTS, **TWICE}),
                 ("vit", {**GRADIENTS, **TWICE}),
-                ("batch_statistics", WEIGHTS),
                 ("gpt2", {**WEIGHTS, **TWICE}),
                 ("grouped_query", {**WEIGHTS, **TWICE}),
                 ("grouped_query", {**GRADIENTS, **TWICE}),

@@ -77,7 +77,7 @@ class GlooGroup:
         return self._collective("tfpar_all_gather", row=row, instance=instance)
 
     def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
-        """The sum over the members of the rows of this member's place: `[size, ...]` to `[1, ...]`."""
+        """See `Group.reduce_scatter`."""
         return self._collective("tfpar_reduce_scatter", rows=rows, instance=instance)
 
     def exchange(

@@ -93,6 +93,15 @@ class Group(Protocol):
           instance: Instance key.
         """
 
+    def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """Sum over the members of the rows at this member's place, in the order of their ranks: `[size, ...]` to
+        `[1, ...]`.
+
+        Args:
+          rows: Of a type that can be summed.
+          instance: Instance key.
+        """
+
     def all_gather(self, row: tf.Tensor, instance: int | tf.Tensor) -> tf.Tensor:
         """The members' rows in the order of their ranks: `[1, ...]` to `[size, ...]`.
 

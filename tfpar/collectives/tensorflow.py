@@ -103,6 +103,10 @@ class TensorFlowGroup:
         )
         return run_unordered(received)
 
+    def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group.reduce_scatter`. TensorFlow 2.21 has none on CPUs (`CollectiveReduceScatterV2`)."""
+        return tf.add_n(tf.unstack(self.all_to_all(rows, instance)))[tf.newaxis]
+
     def all_gather(self, row: tf.Tensor, instance: int | tf.Tensor) -> tf.Tensor:
         """See `Group.all_gather`."""
         if self.size == 1:
@@ -222,16 +226,19 @@ def world_group(workers: int = 1, worker: int = 0, device: str = "") -> Group:
     return _group(ranks, worker, ranks, device, all_workers=True)
 
 
-def device_group(members: Sequence[int], number: int, device: str) -> TensorFlowGroup:
+def device_group(members: Sequence[int], number: int, device: str, workers: Sequence[int]) -> Group:
     """The group of some devices, of one worker or more. Each of its calls runs on the device it belongs to.
 
     Args:
-      members: Numbers of the devices among those of all workers, ascending.
+      members: Numbers of the devices, ascending; not the same for two groups of devices.
       number: Number of the device it belongs to.
       device: Its name.
+      workers: For each member, the rank of its worker.
     """
-    ranks = tuple(_FIRST_DEVICE + member for member in members)
-    return TensorFlowGroup(ranks, members.index(number), is_gpu(device))
+    ranks, rank = tuple(_FIRST_DEVICE + member for member in members), members.index(number)
+    if len(set(workers)) == len(members):
+        return _group(ranks, rank, tuple(workers), device)
+    return TensorFlowGroup(ranks, rank, is_gpu(device))
 
 
 def group_of_place(place: int, workers: Group, device: str) -> Group:

@@ -10,6 +10,7 @@ from typing import Any
 from tfpar.models import common
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 NORMALIZATIONS = ("layer", "rms")
@@ -258,8 +259,11 @@ class TokenEmbedding(keras.layers.Layer):
         """
         if not reverse:
             return ops.take(self.embeddings, inputs, axis=0)
-        table = ops.transpose(ops.cast(self.embeddings, self.logits_dtype))
-        return ops.cast(ops.matmul(ops.cast(inputs, self.logits_dtype), table), "float32")
+        # One product of matrices: the gradient of a product of [m, T, D] and [D, V] has a term [D, V] for each example
+        # (TensorFlow 2.21, `BatchMatMulV2`, with XLA too), which for m = 8 and GPT-2 are 1.2 GB.
+        vectors, table = (tf.cast(each, self.logits_dtype) for each in (inputs, self.embeddings))
+        logits = tf.matmul(tf.reshape(vectors, [-1, self.width]), table, transpose_b=True)
+        return tf.cast(tf.reshape(logits, [*ops.shape(inputs)[:-1], -1]), "float32")
 
     def tensor_layout(self) -> dict[keras.layers.Layer, str]:
         """Returns the way in which tensor parallelism divides the table: by tokens."""

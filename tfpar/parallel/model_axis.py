@@ -14,8 +14,8 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
-from tfpar.collectives.group import Capabilities
-from tfpar.collectives.tensorflow import TensorFlowGroup, device_group
+from tfpar.collectives.group import Capabilities, Group
+from tfpar.collectives.tensorflow import device_group
 from tfpar.parallel.replica import static_replica_id
 
 import tensorflow as tf
@@ -94,8 +94,9 @@ class ModelAxis(Axis):
         self.bytes_of_step, self.stages = 0, len(devices[0])
 
         def place(program: int, stage: int, device: str) -> Place:
-            first = (program // size * self.stages + stage) * size
-            return place_of_group(range(first, first + size), first + program % size, device)
+            first, replica = (program // size * self.stages + stage) * size, program // size * size
+            workers = [each // len(devices) for each in range(replica, replica + size)]
+            return place_of_group(range(first, first + size), first + program % size, device, workers)
 
         numbered = enumerate(devices, start=worker * len(devices))
         rows = [[place(program, stage, device) for stage, device in enumerate(row)] for program, row in numbered]
@@ -130,6 +131,11 @@ class _Unsent:
         del instance
         return rows
 
+    def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group`."""
+        del instance
+        return rows[:1]
+
     def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
         """See `Group`."""
         del instance
@@ -148,7 +154,7 @@ class Place:
         only a part of the sum, and t - 1 times a tensor that all devices receive.
     """
 
-    group: TensorFlowGroup | _Unsent
+    group: Group | _Unsent
     device: str
     _instance_keys: Iterator[int]
     sent: list[int] = dataclasses.field(default_factory=list, repr=False)
@@ -188,9 +194,9 @@ class Place:
         """Returns the devices' tensors `[n]` as rows: `[size, n]`. No gradient."""
         return self.group.all_gather(row[tf.newaxis], next(self._instance_keys))
 
-    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-        """Sends row i of `[size, n]` to device i; row i of the result is from device i. No gradient."""
-        return self.group.all_to_all(rows, next(self._instance_keys))
+    def sum_of_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of the devices' rows at this device's rank: `[size, n]` to `[n]`. No gradient."""
+        return self.group.reduce_scatter(rows, next(self._instance_keys))[0]
 
     def enter(self, x: tf.Tensor) -> tf.Tensor:
         """Before a layer whose outputs are divided: returns the tensor unchanged; its gradient is summed."""
@@ -316,9 +322,9 @@ def at_place(place: Place) -> Iterator[Place]:
         _current.place = before
 
 
-def place_of_group(members: Sequence[int], number: int, device: str) -> Place:
+def place_of_group(members: Sequence[int], number: int, device: str, workers: Sequence[int]) -> Place:
     """Returns the place of a device in a group, see `device_group`."""
-    group = device_group(members, number, device)
+    group = device_group(members, number, device, workers)
     return Place(group, device, _instance_keys.setdefault((group.members, group.rank), itertools.count(1)))
 
 

@@ -41,14 +41,12 @@ class ReplicaAxis(Axis):
     def __init__(self, devices: Sequence[str], worker: int, replicas: int, devices_of_replica: int = 1) -> None:
         self.devices_of_replica = step = devices_of_replica
         self.numbers = range(worker * len(devices), (worker + 1) * len(devices))
-        numbered = zip(self.numbers, devices, strict=True)
-        super().__init__(
-            [
-                [place_of_group(range(number % step, replicas * step, step), number, device)]
-                for number, device in numbered
-            ],
-            replicas,
-        )
+
+        def place(number: int, device: str) -> Place:
+            members = range(number % step, replicas * step, step)
+            return place_of_group(members, number, device, [each // len(devices) for each in members])
+
+        super().__init__([[place(*pair)] for pair in zip(self.numbers, devices, strict=True)], replicas)
 
     @contextlib.contextmanager
     def on(self, program: int, stage: int = 0) -> Iterator[Place]:
@@ -159,9 +157,8 @@ def _gather(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[Shards])
         rows = place.all_gather(tf.concat([tf.reshape(shard, [-1]) for shard in shards], axis=0))
 
         def scatter(*upstream: Any) -> list[tf.Tensor]:
-            columns = [_rows(tf.convert_to_tensor(each), split) for each, split in zip(upstream, splits, strict=True)]
-            received = place.all_to_all(tf.concat(columns, axis=1))
-            flat = tf.split(tf.add_n(tf.unstack(received)), sizes)
+            columns = [_rows(each, split) for each, split in zip(upstream, splits, strict=True)]
+            flat = tf.split(place.sum_of_rows(tf.concat(columns, axis=1)), sizes)
             return [tf.reshape(each, shard.shape) for each, shard in zip(flat, shards, strict=True)]
 
         columns = tf.split(rows, sizes, axis=1)
@@ -170,9 +167,13 @@ def _gather(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[Shards])
     return list(operator(*shards))
 
 
-def _rows(value: tf.Tensor, shards: Shards) -> tf.Tensor:
-    """Returns the shards of a value as rows: `[replicas, elements]`."""
+def _rows(gradient: tf.Tensor | tf.IndexedSlices, shards: Shards) -> tf.Tensor:
+    """Returns the shards of a gradient as rows: `[replicas, elements]`."""
     split = shards.split
+    if isinstance(gradient, tf.IndexedSlices) and split.axis == 0:  # with padding, instead of a copy that has it
+        padded = shards.gathered_shape[0] + split.padding
+        return tf.reshape(tf.math.unsorted_segment_sum(gradient.values, gradient.indices, padded), [split.size, -1])
+    value = tf.convert_to_tensor(gradient)
     if split.padding:
         value = tf.pad(value, [[0, split.padding if axis == split.axis else 0] for axis in range(value.shape.rank)])
     if split.axis:

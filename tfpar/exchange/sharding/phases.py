@@ -105,8 +105,7 @@ class ShardPhases:
         if self._codec is None:
             flat = tf.add_n([buckets.concatenated(parts), *residual])
             rows = tf.reshape(flat, [self.vector.workers, self._elements])
-            received = self._group.all_to_all(rows, self._instances[0])
-            total = tf.add_n(tf.unstack(received)) if self.vector.workers > 1 else received[0]
+            total = self._group.reduce_scatter(rows, self._instances[0])[0]
             return total, [tf.zeros_like(each) for each in residual]
         given = residual[0] if residual else None
         encoded = tfpar_ops.encode(parts, given, self._codec, **self._encoding(step))

@@ -246,7 +246,27 @@ def _recomputing_call(
     """Replaces a layer's `call`."""
     if not _in_stateless_call((args, kwargs)):
         return plain(*args, **kwargs)
+    if _looks_up(layer, args) and any(map(weight_shards.is_sharded, layer.variables)):
+        return _with_gathered_weights(layer, plain, args, kwargs)
     return _recomputed(model, layer.variables, plain, args, kwargs, layer.name)
+
+
+def _looks_up(layer: keras.layers.Layer, args: tuple[Any, ...]) -> bool:
+    """Whether a call takes vectors from a table, whose gradient needs no value of the table."""
+    inputs = args[0] if args else None
+    return hasattr(layer, "embeddings") and isinstance(inputs, tf.Tensor) and inputs.dtype.is_integer
+
+
+def _with_gathered_weights(
+    layer: keras.layers.Layer, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a layer with its weights gathered for this call alone; the backward pass does not call it again."""
+    outer = keras_calls.innermost_scope()
+    assert outer is not None
+    values, weights = dict(outer.state_mapping), layer.variables
+    values = weight_shards.with_gathered(values, weights, [values[id(weight)] for weight in weights], args)
+    with _BlockScope(values, set()):
+        return plain(*args, **kwargs)
 
 
 def _in_stateless_call(arguments: Any) -> bool:
