@@ -9,7 +9,14 @@ import re
 
 from tfpar.collectives import group as groups
 from tfpar.collectives.group import HOST_MESSAGE_KEYS, allocate_instance_keys, group_key, message_key
-from tfpar.collectives.tensorflow import is_gpu, new_group, world_group
+from tfpar.collectives.tensorflow import (
+    TensorFlowGroup,
+    device_group,
+    is_gpu,
+    new_group,
+    use_for_cpus,
+    world_group,
+)
 from tfpar_ops.codecs import GPU_PEERS
 
 import numpy as np
@@ -124,6 +131,26 @@ def test_capabilities():
     assert gpus.messages
     assert tf.int32 in cpus.dtypes
     assert tf.uint8 not in cpus.dtypes
+
+
+def test_devices_of_several_workers_use_their_transport():
+    made = []
+
+    def make(*arguments, all_workers):
+        made.append((*arguments, all_workers))
+        return made[-1]
+
+    use_for_cpus(make)
+    try:
+        first = device_group(range(4, 6), 5, "CPU:0", [2, 3])
+        again = device_group(range(6, 8), 7, "CPU:0", [2, 3])
+        together = device_group(range(2), 1, "CPU:1", [0, 0])  # of one worker, in its memory
+    finally:
+        use_for_cpus(None)
+    assert first is made[0]
+    assert made[0][1:] == (1, (2, 3), False)
+    assert made[0][0] != again[0]  # so that their keys differ
+    assert isinstance(together, TensorFlowGroup)
 
 
 def test_every_dtype_travels_in_every_operation():

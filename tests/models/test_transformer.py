@@ -79,6 +79,21 @@ def test_the_gradient_of_a_tied_table_sums_both_uses() -> None:
     np.testing.assert_allclose(tape.gradient(loss, layer.embeddings.value), expected, rtol=1e-5)
 
 
+def test_the_gradient_of_logits_has_one_table_for_all_examples() -> None:
+    layer = TokenEmbedding(500, 30)
+    layer.build()
+
+    @tf.function
+    def gradient(vectors: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(vectors, reverse=True) ** 2)
+        return tape.gradient(loss, layer.embeddings.value)
+
+    operations = gradient.get_concrete_function(tf.TensorSpec([4, 7, 30])).graph.get_operations()
+    sizes = [output.shape.num_elements() or 0 for operation in operations for output in operation.outputs]
+    assert max(sizes) == 500 * 30  # more than the logits have
+
+
 def test_logits_can_be_computed_in_half_precision() -> None:
     keras.config.set_dtype_policy("mixed_bfloat16")
     exact, fast = language_model(), language_model(float32_logits=False)

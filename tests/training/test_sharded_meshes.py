@@ -15,6 +15,7 @@ from typing import Any
 import tfpar
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_as_alone
+from tfpar.parallel import weight_shards
 from tfpar.parallel.division import Shards
 from tfpar.parallel.split import shape_of, split_of
 
@@ -98,6 +99,28 @@ def test_each_device_has_shards_of_its_parts():
         if isinstance(split := split_of(variable), Shards):
             devices = 4 if split.within else 2
             assert devices * math.prod(variable.shape) == math.prod(shape_of(variable))
+
+
+def test_a_table_is_gathered_once_to_look_tokens_up(monkeypatch):
+    """Not again in the backward pass, which needs nothing of it; other weights are gathered in both."""
+    sizes = []
+    gather = weight_shards._gather
+
+    def counted(place, shards, splits):
+        sizes.append([math.prod(split.shape) for split in splits])
+        return gather(place, shards, splits)
+
+    monkeypatch.setattr(weight_shards, "_gather", counted)
+    monkeypatch.setitem(divided.MODELS, "attention", table_and_head)
+    divided.here("mirrored", "", 2, model="attention", steps=1, **WEIGHTS)
+    of_table, of_dense = (sizes.count([size]) for size in (divided.VOCABULARY * 64, 64 * 96))
+    assert 0 < of_table < of_dense
+
+
+def table_and_head() -> keras.Model:
+    tokens = keras.Input((divided.POSITIONS,), dtype="int32")
+    x = keras.layers.Dense(96)(keras.layers.Embedding(divided.VOCABULARY, 64)(tokens))
+    return keras.Model(tokens, keras.layers.Dense(divided.VOCABULARY)(x))
 
 
 def test_each_device_has_the_state_of_its_share():
