@@ -89,6 +89,8 @@ def test_the_gradient_of_logits_has_one_table_for_all_examples() -> None:
             loss = tf.reduce_sum(layer(vectors, reverse=True) ** 2)
         return tape.gradient(loss, layer.embeddings.value)
 
+    logits = tf.function(lambda vectors: layer(vectors, reverse=True))
+    assert logits.get_concrete_function(tf.TensorSpec([None, 7, 30])).outputs[0].shape.as_list() == [None, 7, 500]
     operations = gradient.get_concrete_function(tf.TensorSpec([4, 7, 30])).graph.get_operations()
     sizes = [output.shape.num_elements() or 0 for operation in operations for output in operation.outputs]
     assert max(sizes) == 500 * 30  # more than the logits have

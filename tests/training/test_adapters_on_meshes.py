@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_as_alone
 from tfpar.optim.keras_internals import all_layers
-from tfpar.parallel.split import shape_of, split_of
+from tfpar.parallel.model_axis import Place
+from tfpar.parallel.split import model_split_of, shape_of
 from tfpar.parallel.tensor.positions import has_gradient_in_parts
 from tfpar.parallel.weight_shards import is_sharded
 from tfpar.training.model.adapting import is_adapter
@@ -24,6 +26,7 @@ CASES: list[Any] = [
     ("language_model", "model:2", 2, EVERY),  # the table of tied embeddings, too
     ("language_model", "data:2,pipeline:2", 4, {**EVERY, "accumulate_steps": 2, "jit_compile": "auto"}),
     ("dense", "", 3, {"lora": "2:third|fourth", "shard": "weights", "accumulate_steps": 2}),
+    ("wide", "data:2,model:2", 4, {"lora": "1:.", "shard": "weights", "steps": 6}),  # factors of one row or column
     *(
         pytest.param(*case, marks=pytest.mark.proof)
         for case in [
@@ -42,10 +45,27 @@ CASES: list[Any] = [
 ]
 
 
+def wide() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(1024, "tanh", name="first"),
+            keras.layers.Dense(1, name="second"),
+            keras.layers.Dense(1024, "tanh", name="third"),
+            keras.layers.Dense(3, name="last"),
+        ]
+    )
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch):
+    monkeypatch.setitem(divided.MODELS, "wide", wide)
+
+
 @pytest.mark.parametrize(("model", "mesh", "devices", "options"), CASES)
 def test_equal_one_device(model, mesh, devices, options):
     trainer = divided.here("mirrored", mesh, devices, model=model, **options)
-    same = ("lora", "trainable", "accumulate_steps")
+    same = ("lora", "trainable", "accumulate_steps", "steps")
     assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
     if "model" in mesh:
         assert_divided_like_their_kernels(trainer.model)
@@ -56,19 +76,19 @@ def assert_divided_like_their_kernels(model: keras.Model) -> None:
     for layer in all_layers(model):
         weights = layer.weights if len(all_layers(layer)) == 1 else []
         adapters = [weight for weight in weights if is_adapter(weight)]
-        kernels = [each for each in weights if not is_adapter(each) and split_of(each) and len(each.shape) > 1]
+        kernels = [each for each in weights if not is_adapter(each) and model_split_of(each) and len(each.shape) > 1]
         if adapters and kernels:
             found += 1
             first, second = adapters
             kernel = max(kernels, key=lambda each: math.prod(each.shape))  # not the bias of several dimensions
-            split = split_of(kernel)
+            split = model_split_of(kernel)
             of_second = split.axis == len(kernel.shape) - 1
             whole, part = (first, second) if of_second else (second, first)
-            assert split_of(whole) is None
+            assert model_split_of(whole) is None
             assert has_gradient_in_parts(whole)
             axis = 1 if of_second else split.axis
             assert shape_of(part)[axis] == shape_of(kernel)[split.axis]
-            assert part.shape[axis] == kernel.shape[split.axis] < shape_of(kernel)[split.axis]
+            assert model_split_of(part) == dataclasses.replace(split, axis=axis)
     assert found > 1
 
 
@@ -93,3 +113,18 @@ def test_frozen_kernels_are_sharded_too():
     assert {each.path.rpartition("/")[2] for each in kernels} == {"kernel"}
     assert sum(math.prod(each.shape) for each in kernels) == (64 * 24 + 24 * 128 + 128 * 48) / 2
     assert trainer.program.exchange.gathered.frozen == 64 * 24 + 24 * 128 + 128 * 48
+
+
+def test_nothing_of_frozen_kernels_is_scattered(monkeypatch):
+    """Also where their block has adapters that are sharded as well."""
+    scattered = []
+    total = Place.sum_of_rows
+
+    def counted(place, rows):
+        scattered.append(math.prod(rows.shape))
+        return total(place, rows)
+
+    monkeypatch.setattr(Place, "sum_of_rows", counted)
+    divided.here("mirrored", "", 2, steps=1, model="wide", lora="2:.", shard="weights")
+    assert scattered
+    assert max(scattered) == 1024 * 2  # a factor; its kernel has 1024 * 12

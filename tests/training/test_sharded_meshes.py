@@ -101,8 +101,8 @@ def test_each_device_has_shards_of_its_parts():
             assert devices * math.prod(variable.shape) == math.prod(shape_of(variable))
 
 
-def test_a_table_is_gathered_once_to_look_tokens_up(monkeypatch):
-    """Not again in the backward pass, which needs nothing of it; other weights are gathered in both."""
+def gathers(monkeypatch, mesh: str, devices: int, model: Any, **options: Any) -> list[list[int]]:
+    """The elements of the weights of each gather in the programs of a run, for all of its devices."""
     sizes = []
     gather = weight_shards._gather
 
@@ -111,16 +111,79 @@ def test_a_table_is_gathered_once_to_look_tokens_up(monkeypatch):
         return gather(place, shards, splits)
 
     monkeypatch.setattr(weight_shards, "_gather", counted)
-    monkeypatch.setitem(divided.MODELS, "attention", table_and_head)
-    divided.here("mirrored", "", 2, model="attention", steps=1, **WEIGHTS)
+    monkeypatch.setitem(divided.MODELS, "attention", model)
+    on(mesh, devices, model="attention", steps=1, **WEIGHTS, **options)
+    return sizes
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [("", 2), ("data:2,model:2", 4)])
+def test_a_table_is_gathered_once_to_look_tokens_up(mesh, devices, monkeypatch):
+    """Not again in the backward pass, which needs nothing of it. Others are gathered in both passes, also where a model
+    axis has replaced the calls of their layers."""
+    sizes = gathers(monkeypatch, mesh, devices, table_and_head)
     of_table, of_dense = (sizes.count([size]) for size in (divided.VOCABULARY * 64, 64 * 96))
     assert 0 < of_table < of_dense
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_weights_of_a_block_are_gathered_together_beside_a_model_axis(sequence_parallel, monkeypatch):
+    model = divided.MODELS["language_model"]
+    sizes = gathers(monkeypatch, "data:2,model:2", 4, model, sequence_parallel=sequence_parallel)
+    of_block = [each for each in sizes if len(each) > 1]
+    assert len(of_block) == len([each for each in sizes if 3 * 32 * 32 in each]) > 0  # query, key, value and the rest
+    assert {tuple(sorted(each)) for each in of_block} == {(32 * 32, 3 * 32 * 32, 4 * 32 * 32, 4 * 32 * 32)}
+
+
 def table_and_head() -> keras.Model:
     tokens = keras.Input((divided.POSITIONS,), dtype="int32")
-    x = keras.layers.Dense(96)(keras.layers.Embedding(divided.VOCABULARY, 64)(tokens))
+    x = keras.layers.Dense(96, "relu")(keras.layers.Embedding(divided.VOCABULARY, 64)(tokens))
+    x = keras.layers.Dense(64)(x)
     return keras.Model(tokens, keras.layers.Dense(divided.VOCABULARY)(x))
+
+
+class CountingTable(keras.layers.Embedding):
+    """A table that also counts its calls, and adds a loss."""
+
+    def build(self, input_shape=None):
+        super().build(input_shape)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        vectors = super().call(inputs)
+        self.add_loss(1e-2 * keras.ops.mean(vectors**2))
+        return vectors
+
+
+def counting() -> keras.Model:
+    tokens = keras.Input((divided.POSITIONS,), dtype="int32")
+    x = CountingTable(divided.VOCABULARY, 64)(tokens)
+    return keras.Model(tokens, keras.layers.Dense(divided.VOCABULARY)(x))
+
+
+def test_losses_and_state_of_a_table_count(monkeypatch):
+    monkeypatch.setitem(divided.MODELS, "attention", counting)
+    options = {"model": "attention", "steps": 6}
+    found, expected = divided.here("mirrored", "", 2, **WEIGHTS, **options), divided.here("mirrored", "", 2, **options)
+    for name, value in divided.weights_of(found).items():
+        np.testing.assert_allclose(value, divided.weights_of(expected)[name], rtol=1e-4, atol=1e-5, err_msg=name)
+        if name.endswith("calls"):
+            assert value > 0
+
+
+@pytest.mark.parametrize("units", [1, 3])
+def test_weights_with_a_short_dimension(units, monkeypatch):
+    """Along which replicas cannot divide what a model axis divides along the other one."""
+
+    def narrow() -> keras.Model:
+        widths = (1024, units, 1024, 3)
+        return keras.Sequential([keras.Input((12,)), *(keras.layers.Dense(width, "tanh") for width in widths)])
+
+    monkeypatch.setitem(divided.MODELS, "narrow", narrow)
+    options = {"model": "narrow", "steps": 6}
+    found = divided.weights_of(on("data:2,model:2", 4, **WEIGHTS, **options))
+    for name, value in divided.weights_of(divided.here(**options)).items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_each_device_has_the_state_of_its_share():
@@ -140,10 +203,11 @@ def test_each_device_has_the_state_of_its_share():
     "first",
     [
         ("data:2,model:2", 4, SHARD),
-        ("data:2,model:2", 4, GRADIENTS),
         ("data:2,model:2", 4, WEIGHTS),
-        ("", 3, SHARD),
-        ("model:2", 2, {}),
+        *(
+            pytest.param(case, marks=pytest.mark.proof)
+            for case in [("data:2,model:2", 4, GRADIENTS), ("", 3, SHARD), ("", 3, WEIGHTS), ("model:2", 2, {})]
+        ),
     ],
     ids=str,
 )

@@ -68,9 +68,11 @@ class Part:
         Raises:
           ValueError: The value is invalid, for example a range outside the whole.
         """
+        if isinstance(value, dict) and "ranges" not in value and value.get("axis", 0) is None:
+            raise ValueError("a part of a flattened array, which an earlier version wrote, cannot be read")
         try:
             shape = tuple(_length(size) for size in value["shape"])
-            # Earlier versions divided one dimension, or a flattened array, whose parts can no longer be read.
+            # Earlier versions divided one dimension.
             earlier = "ranges" not in value
             given = {value["axis"]: value["stretches"]} if earlier else value["ranges"]
             ranges = {_length(axis if earlier else int(axis)): _ranges(each) for axis, each in given.items()}
@@ -328,7 +330,7 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
 
 
 def _cells(ranges: Ranges, ends: Sequence[int]) -> np.ndarray:
-    """Which of the ranges between these ends are in others."""
+    """For each interval between consecutive ends, whether the ranges cover it."""
     inside = np.zeros(max(len(ends) - 1, 0), bool)
     for start, length in ranges:
         inside[bisect.bisect_left(ends, start) : bisect.bisect_left(ends, start + length)] = True

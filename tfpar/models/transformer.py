@@ -263,7 +263,7 @@ class TokenEmbedding(keras.layers.Layer):
         # (TensorFlow 2.21, `BatchMatMulV2`, with XLA too), which for m = 8 and GPT-2 are 1.2 GB.
         vectors, table = (tf.cast(each, self.logits_dtype) for each in (inputs, self.embeddings))
         logits = tf.matmul(tf.reshape(vectors, [-1, self.width]), table, transpose_b=True)
-        return tf.cast(tf.reshape(logits, [*ops.shape(inputs)[:-1], -1]), "float32")
+        return tf.cast(tf.reshape(logits, [*ops.shape(inputs)[:-1], table.shape[0]]), "float32")
 
     def tensor_layout(self) -> dict[keras.layers.Layer, str]:
         """Returns the way in which tensor parallelism divides the table: by tokens."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-_LITTLE = 65 / 64  # as many times the elements, with padding, are few enough
+_LITTLE = 65 / 64  # padding up to this factor is as good as none
 # For each dimension that is divided, start and length of each range of the whole, in their order in the part.
 Ranges = dict[int, tuple[tuple[int, int], ...]]
 
@@ -175,6 +175,12 @@ class Shards:
         axis = min((axis for axis in range(len(shape)) if within is None or axis != within.axis), key=size)
         split = Split.padded(axis, replicas, shape[axis])
         return cls(tuple(shape), split, within, 1 if within else devices)
+
+    @property
+    def padded_share(self) -> float:
+        """The elements that replicas keep, padding included, in proportion to those that they divide."""
+        length = self.gathered_shape[self.split.axis]
+        return (length + self.split.padding) / max(length, 1)
 
     @property
     def size(self) -> int:

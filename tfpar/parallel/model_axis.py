@@ -289,17 +289,16 @@ class Place:
         return x[:, self.rank * length : (self.rank + 1) * length]
 
     def _sum_of_own_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of the devices' tensors at the positions of this device; in float32 for narrower dtypes.
-
-        TensorFlow 2.21 has no reduce-scatter on CPUs (`CollectiveReduceScatterV2`).
-        """
+        """Returns the sum of the devices' tensors at the positions of this device; in float32 for narrower dtypes."""
         self._count(x, (self.size - 1) / self.size)
+        shape, narrow = [x.shape[0], x.shape[1] // self.size, *x.shape[2:]], x.dtype in (tf.bfloat16, tf.float16)
         bits = x if x.dtype in self.group.capabilities.dtypes else tf.bitcast(x, tf.float16)  # bfloat16
-        rows = self.group.all_to_all(tf.stack(tf.split(bits, self.size, axis=1)), next(self._instance_keys))
-        rows = tf.ensure_shape(rows, [self.size, x.shape[0], x.shape[1] // self.size, *x.shape[2:]])
+        rows = tf.stack(tf.split(bits, self.size, axis=1))
+        if not narrow:
+            return tf.ensure_shape(self.group.reduce_scatter(rows, next(self._instance_keys))[0], shape)
+        rows = tf.ensure_shape(self.group.all_to_all(rows, next(self._instance_keys)), [self.size, *shape])
         received = rows if rows.dtype == x.dtype else tf.bitcast(rows, x.dtype)
-        narrow = x.dtype in (tf.bfloat16, tf.float16)
-        return tf.cast(tf.reduce_sum(tf.cast(received, tf.float32) if narrow else received, axis=0), x.dtype)
+        return tf.cast(tf.reduce_sum(tf.cast(received, tf.float32), axis=0), x.dtype)
 
 
 @contextlib.contextmanager

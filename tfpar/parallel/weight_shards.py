@@ -85,18 +85,23 @@ def is_shard(variable: keras.Variable, value: Any) -> bool:
 
 
 def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns what a replica, or its device on the model axis, has of variables; all shards are gathered in one call.
+    """Returns what a replica, or its device on the model axis, has of variables.
+
+    All shards of trained variables are gathered in one call, and those of frozen ones, which have no gradients, in
+    another.
 
     Args:
       variables: Any variables.
       values: For each variable, its value or a shard of it.
     """
-    numbers = [number for number, pair in enumerate(zip(variables, values, strict=True)) if is_shard(*pair)]
+    every = [number for number, pair in enumerate(zip(variables, values, strict=True)) if is_shard(*pair)]
     place, found = _current.place, list(values)
-    if numbers and place is not None:
-        splits = [split for number in numbers if isinstance(split := split_of(variables[number]), Shards)]
-        for number, value in zip(numbers, _gather(place, [values[each] for each in numbers], splits), strict=True):
-            found[number] = value
+    for gather, trained in ((_gather, True), (_gather_frozen, False)):
+        numbers = [number for number in every if variables[number].trainable == trained]
+        if numbers and place is not None:
+            splits = [split for number in numbers if isinstance(split := split_of(variables[number]), Shards)]
+            for number, value in zip(numbers, gather(place, [values[each] for each in numbers], splits), strict=True):
+                found[number] = value
     return found
 
 
@@ -154,17 +159,21 @@ def _gather(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[Shards])
 
     @tf.custom_gradient
     def operator(*shards: tf.Tensor) -> Any:
-        rows = place.all_gather(tf.concat([tf.reshape(shard, [-1]) for shard in shards], axis=0))
-
         def scatter(*upstream: Any) -> list[tf.Tensor]:
             columns = [_rows(each, split) for each, split in zip(upstream, splits, strict=True)]
             flat = tf.split(place.sum_of_rows(tf.concat(columns, axis=1)), sizes)
             return [tf.reshape(each, shard.shape) for each, shard in zip(flat, shards, strict=True)]
 
-        columns = tf.split(rows, sizes, axis=1)
-        return [_joined(column, split) for column, split in zip(columns, splits, strict=True)], scatter
+        return _gather_frozen(place, shards, splits), scatter
 
     return list(operator(*shards))
+
+
+def _gather_frozen(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[Shards]) -> list[tf.Tensor]:
+    """`_gather` without a gradient."""
+    rows = place.all_gather(tf.concat([tf.reshape(shard, [-1]) for shard in shards], axis=0))
+    columns = tf.split(rows, [math.prod(shard.shape) for shard in shards], axis=1)
+    return [_joined(column, split) for column, split in zip(columns, splits, strict=True)]
 
 
 def _rows(gradient: tf.Tensor | tf.IndexedSlices, shards: Shards) -> tf.Tensor:

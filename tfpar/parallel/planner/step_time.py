@@ -173,11 +173,15 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
 
 def _gathering(replica: Replica, plan: Plan, machine: Machine) -> float:
     """Returns the seconds in which sharded weights are gathered for each forward and each backward pass, and their
-    gradients go to the owners. Each weight travels by itself."""
+    gradients go to the owners; those of frozen weights, which have none, are not sent. The latency is as if each weight
+    travelled by itself."""
     link = machine.between if machine.workers > 1 else machine.within
-    sharded = [weight for weight in replica.weights[0] if weight.trainable and weight.size >= _SHARDED_BYTES]
-    size = sum(weight.size for weight in sharded) * (plan.mesh.data - 1) / plan.mesh.data
-    return 3 * plan.micro_batches * (len(sharded) * link.latency + size / link.bandwidth)
+    seconds = 0.0
+    for weight in replica.weights[0]:
+        if weight.size >= _SHARDED_BYTES:
+            size = weight.size * (plan.mesh.data - 1) / plan.mesh.data
+            seconds += (3 if weight.trainable else 2) * (link.latency + size / link.bandwidth)
+    return plan.micro_batches * seconds
 
 
 def _adding(replica: Replica, plan: Plan, machine: Machine) -> float:

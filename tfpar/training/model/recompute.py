@@ -4,26 +4,21 @@ A block is a layer, or a segment of a functional model's graph. In the forward p
 kept; the backward pass calls it again, with the same values of every variable, so that dropout draws the same numbers
 and batch statistics are those of the forward pass, and takes its gradient there. A step then costs about one more
 forward pass of its blocks, and its memory holds the activations of one block at a time.
-
-This uses `tf.recompute_grad`, which does not support Keras' scopes: weights reach a layer through a `StatelessScope`,
-not as arguments, and so would get no gradient; and the second call happens after the scopes of the first have ended. So
-the weights become arguments, and the second call runs in the state that Keras had in the first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.models.normalization import current_example_weights, example_weights, uses_synchronized_statistics
+from tfpar.models.normalization import uses_synchronized_statistics
 from tfpar.optim import keras_calls, keras_compile, keras_internals
-from tfpar.parallel import weight_shards
+from tfpar.training.model.recompute_block import in_stateless_call, recomputed, recomputing_call
 
 import keras
 import tensorflow as tf
@@ -31,6 +26,7 @@ import tensorflow as tf
 _log = logging.getLogger(__name__)
 
 NONE = "none"
+_MARK = "tfpar_recomputed"
 BLOCKS = "blocks"
 
 
@@ -53,7 +49,10 @@ def recompute_activations(model: keras.Model, where: str, *, announced: bool = F
     Raises:
       ConfigError: There is no such block.
     """
-    keras_calls.restore_calls(model, keras_internals.all_layers(model))
+    every = keras_internals.all_layers(model)
+    keras_calls.restore_calls(model, every)
+    for layer in every:
+        vars(layer).pop(_MARK, None)
     if where == NONE:
         return []
     if uses_synchronized_statistics(model):
@@ -63,7 +62,7 @@ def recompute_activations(model: keras.Model, where: str, *, announced: bool = F
         )
     layers = _blocks(model) if where == BLOCKS else _matching_layers(model, where)
     for layer in layers:
-        keras_calls.replace_call(layer, functools.partial(_recomputing_call, model))
+        _make_block(model, layer)
     names = [layer.name for layer in layers] or _recompute_stretches(model)
     if announced:
         _log.info("recompute: the backward pass calls %d blocks again: %s", len(names), _shortened(names))
@@ -73,11 +72,17 @@ def recompute_activations(model: keras.Model, where: str, *, announced: bool = F
 def recompute_layers(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
     """Makes more layers blocks, in addition to those of `recompute_activations`, unless they are inside one of
     these."""
-    blocks = [layer for layer in keras_internals.all_layers(model) if keras_calls.is_called_otherwise(layer)]
+    blocks = [layer for layer in keras_internals.all_layers(model) if vars(layer).get(_MARK)]
     inside = {id(inner) for block in blocks for inner in keras_internals.all_layers(block)}
     for layer in layers:
         if id(layer) not in inside:
-            keras_calls.replace_call(layer, functools.partial(_recomputing_call, model))
+            _make_block(model, layer)
+
+
+def _make_block(model: keras.Model, layer: keras.layers.Layer) -> None:
+    """Makes a layer a block. Its call may have been replaced for another reason, too."""
+    keras_calls.replace_call(layer, functools.partial(recomputing_call, model))
+    vars(layer)[_MARK] = True
 
 
 def _shortened(names: Sequence[str], most: int = 6) -> str:
@@ -209,7 +214,7 @@ def _run_in_stretches(
 ) -> Any:
     """Replaces `keras.Function._run_through_graph`."""
     operation_fn = options.get("operation_fn")
-    if operation_fn is None or options.get("call_fn") is not None or not _in_stateless_call(inputs):
+    if operation_fn is None or options.get("call_fn") is not None or not in_stateless_call(inputs):
         return plain(inputs, **options)
     known = {id(symbol): value for symbol, value in zip(graph.inputs, tf.nest.flatten(inputs), strict=True)}
     wanted = {id(symbol) for symbol in graph.outputs}
@@ -231,189 +236,7 @@ def _run_in_stretches(
         is_last = place == len(stretches) - 1  # its backward pass comes first: nothing is gained
         weights = [variable for node in stretch for variable in getattr(node.operation, "variables", ())]
         values = list(given.values())
-        results = run(values) if is_last else _recomputed(model, weights, run, (values,), {}, stretch[0].operation.name)
+        results = run(values) if is_last else recomputed(model, weights, run, (values,), {}, stretch[0].operation.name)
         known.update(zip(made, results, strict=True))
     outputs = [known[id(symbol)] for symbol in graph.outputs]
     return keras.tree.pack_sequence_as(keras_compile.symbolic_outputs(graph), outputs)
-
-
-# One block
-
-
-def _recomputing_call(
-    model: keras.Model, layer: keras.layers.Layer, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Replaces a layer's `call`."""
-    if not _in_stateless_call((args, kwargs)):
-        return plain(*args, **kwargs)
-    if _looks_up(layer, args) and any(map(weight_shards.is_sharded, layer.variables)):
-        return _with_gathered_weights(layer, plain, args, kwargs)
-    return _recomputed(model, layer.variables, plain, args, kwargs, layer.name)
-
-
-def _looks_up(layer: keras.layers.Layer, args: tuple[Any, ...]) -> bool:
-    """Whether a call takes vectors from a table, whose gradient needs no value of the table."""
-    inputs = args[0] if args else None
-    return hasattr(layer, "embeddings") and isinstance(inputs, tf.Tensor) and inputs.dtype.is_integer
-
-
-def _with_gathered_weights(
-    layer: keras.layers.Layer, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Calls a layer with its weights gathered for this call alone; the backward pass does not call it again."""
-    outer = keras_calls.innermost_scope()
-    assert outer is not None
-    values, weights = dict(outer.state_mapping), layer.variables
-    values = weight_shards.with_gathered(values, weights, [values[id(weight)] for weight in weights], args)
-    with _BlockScope(values, set()):
-        return plain(*args, **kwargs)
-
-
-def _in_stateless_call(arguments: Any) -> bool:
-    """Whether values of variables are those of a scope, no block is being recomputed, and arguments are tensors."""
-    scope = keras_calls.innermost_scope()
-    symbolic = any(isinstance(part, keras.KerasTensor) for part in tf.nest.flatten(arguments))
-    return scope is not None and bool(scope.state_mapping) and not isinstance(scope, _BlockScope) and not symbolic
-
-
-class _BlockScope(keras.StatelessScope):
-    """Variables as they were at the first call of a block; records the block's assignments and its other reads."""
-
-    def __init__(self, values: dict[int, tf.Tensor], learning: set[int]) -> None:
-        super().__init__(collect_losses=True)
-        self.state_mapping = values
-        self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-        self.others: dict[int, keras.Variable] = {}
-        self._learning, self._gathered = learning, weight_shards.Gathered()
-
-    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        super().add_update(update)
-        self.updates[id(update[0])] = update
-
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        if id(variable) in self._learning:
-            self.others[id(variable)] = variable
-        return self._gathered.of(variable, super().get_current_value(variable))
-
-
-def _recomputed(
-    model: keras.Model,
-    variables: Sequence[keras.Variable],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str,
-) -> Any:
-    """Calls a function of tensors, and computes it again when its gradient is computed.
-
-    Args:
-      model: The model, whose trainable variables have gradients.
-      variables: The variables that the function reads, as far as they are known.
-      function: The function to call.
-      args: Its arguments, nested structures with tensors.
-      kwargs: Its arguments by name.
-      name: Name of the block, for messages.
-
-    Raises:
-      ConfigError: The function assigns a trainable weight.
-    """
-    outer = keras_calls.innermost_scope()
-    assert outer is not None
-    learning = {id(variable) for variable in model.trainable_variables}
-    weights = {id(variable): variable for variable in variables if id(variable) in learning}
-    while True:
-        values = dict(outer.state_mapping)
-        frozen = [each for each in variables if id(each) not in learning and weight_shards.is_sharded(each)]
-        block = _Block(values, weights, frozen, learning, function, (args, kwargs))
-        results = tf.recompute_grad(block)(*block.arguments)
-        if not block.others:
-            break
-        # It reads a weight of another layer, such as a tied embedding, whose gradient must be computed as well.
-        weights = weights | block.others
-    for variable, value in block.updates:
-        if id(variable) in learning:
-            raise ConfigError(
-                f"--recompute: block {name!r} assigns its trainable weight {variable.path!r} in the forward pass, "
-                "which the backward pass must not repeat. Name other layers with --recompute=REGEX; --shard=weights "
-                "has blocks of its own, so leave it out."
-            )
-        outer.add_update((variable, value))
-    count = len(results) - block.losses
-    for loss in results[count:]:
-        keras_calls.add_loss(model, outer, loss)
-    return block.outputs(results[:count])
-
-
-class _Block:
-    """A call of a block, as a function of the floating-point tensors that it reads."""
-
-    def __init__(
-        self,
-        values: dict[int, tf.Tensor],
-        weights: dict[int, keras.Variable],
-        frozen: list[keras.Variable],
-        learning: set[int],
-        function: Callable[..., Any],
-        given: Any,
-    ) -> None:
-        self._values = values
-        self._weights, self._frozen = weights, frozen
-        self._elsewhere = learning - weights.keys()
-        self._function = function
-        self._given = given
-        self._parts = tf.nest.flatten(given)
-        # Copied now, because attention removes the masks of its arguments.
-        self._masks_given = [keras_internals.mask_of(part) for part in self._parts]
-        self._places = [place for place, part in enumerate(self._parts) if _is_float(part)]
-        self._state = keras_calls.thread_state()
-        self._example_weights = current_example_weights()
-        self._first = True
-        self.others: dict[int, keras.Variable] = {}
-        self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
-        self.losses = 0
-        self._structure: Any = None
-        self._outputs: list[Any] = []
-        self._masks: list[Any] = []
-
-    @property
-    def arguments(self) -> list[tf.Tensor]:
-        """Inputs, then weights."""
-        return [*(self._parts[place] for place in self._places), *(self._values[each] for each in self._weights)]
-
-    def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        """The floating-point outputs, then the losses."""
-        parts = list(self._parts)
-        for place, tensor in zip(self._places, tensors[: len(self._places)], strict=True):
-            parts[place] = keras_internals.set_mask(tensor, self._masks_given[place])
-        args, kwargs = tf.nest.pack_sequence_as(self._given, parts)
-        weights = [*self._weights.values(), *self._frozen]
-        given = [*tensors[len(self._places) :], *(self._values[id(variable)] for variable in self._frozen)]
-        inputs = [part for part in parts if isinstance(part, tf.Tensor)]
-        values = weight_shards.with_gathered(self._values, weights, given, inputs)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(weight_shards.shown_gathered(weights))
-            stack.enter_context(keras_calls.in_thread_state(self._state))
-            if self._example_weights is not None:
-                stack.enter_context(example_weights(self._example_weights))
-            scope = stack.enter_context(_BlockScope(values, self._elsewhere))
-            outputs = self._function(*args, **kwargs)
-        flat = tf.nest.flatten(outputs)
-        if self._first:
-            self._first = False
-            self._structure, self._outputs = outputs, flat
-            self._masks = [keras_internals.mask_of(part) for part in flat]
-            self.others, self.updates = scope.others, list(scope.updates.values())
-            self.losses = len(scope.losses)
-        return [*(part for part in flat if _is_float(part)), *map(tf.convert_to_tensor, scope.losses)]
-
-    def outputs(self, results: Sequence[tf.Tensor]) -> Any:
-        """The outputs in their structure, with those that carry a gradient taken from `results`."""
-        carried: Iterator[tf.Tensor] = iter(results)
-        parts = [next(carried) if _is_float(part) else part for part in self._outputs]
-        for part, mask in zip(parts, self._masks, strict=True):
-            keras_internals.set_mask(part, mask)
-        return tf.nest.pack_sequence_as(self._structure, parts)
-
-
-def _is_float(part: Any) -> bool:
-    return isinstance(part, tf.Tensor) and part.dtype.is_floating

@@ -42,6 +42,8 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
+_MOST_PADDED = 2.0  # a weight of which replicas would keep as many times its elements is not sharded
+
 _NO_XLA = "--shard=weights gathers weights within a step, for which TensorFlow has no XLA kernel on CPUs"
 
 
@@ -139,7 +141,9 @@ class GatheringPlacing(Placing):
         for variable in weights:
             if can_be_sharded(variable):
                 devices, within = axis.devices_of_replica, divided.get(id(variable))
-                splits[id(variable)] = Shards.of(variable.shape, axis.size, devices, within)
+                shards = Shards.of(variable.shape, axis.size, devices, within)
+                if shards.padded_share < _MOST_PADDED:
+                    splits[id(variable)] = shards
         sharded = {key for key, split in splits.items() if isinstance(split, Shards)}
         recompute_layers(model, [layer for layer in blocks if any(id(each) in sharded for each in layer.variables)])
         if announced:

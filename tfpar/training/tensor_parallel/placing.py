@@ -38,7 +38,7 @@ class DividedPlacing(Placing):
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
         self.topology: Topology = runtime.topology
-        topology = runtime.topology
+        topology = self.topology
         devices = runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
         self._layout, self._peers = layout, ReplicaPeers.of_layers(topology)
