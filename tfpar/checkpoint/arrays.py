@@ -23,7 +23,6 @@ _LARGEST_LENGTH = 1 << 48
 _DIGEST = "digest"  # in the header of a file, beside the names of parts
 _MOST_CELLS = 1 << 26  # of the grid that the parts of an array make
 
-
 # Start and length of each range of a dimension.
 Ranges = Sequence[tuple[int, int]]
 
@@ -304,21 +303,7 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
         return
     known = [part for part in parts if part is not None]
     if known and len(known) == len(parts) and all(part.shape == known[0].shape for part in known):
-        ends = [
-            sorted(
-                {
-                    0,
-                    size,
-                    *(
-                        end
-                        for part in known
-                        for start, length in part.of_dimension(axis)
-                        for end in (start, start + length)
-                    ),
-                }
-            )
-            for axis, size in enumerate(known[0].shape)
-        ]
+        ends = [_ends(known, axis) for axis in range(len(known[0].shape))]
         cells = [max(len(each) - 1, 0) for each in ends]
         if math.prod(cells) <= _MOST_CELLS:
             covered = np.zeros(cells, bool)
@@ -327,6 +312,12 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
             if covered.all():
                 return
     raise ValueError(f"the parts of {name[:80]!r} do not make a whole")
+
+
+def _ends(parts: Sequence[Part], axis: int) -> list[int]:
+    """Where ranges of a dimension begin or end, ascending."""
+    ranges = [(0, parts[0].shape[axis]), *(each for part in parts for each in part.of_dimension(axis))]
+    return sorted({end for start, length in ranges for end in (start, start + length)})
 
 
 def _cells(ranges: Ranges, ends: Sequence[int]) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tfpar_ops
 from tfpar.exchange.gradients import Gradient
-from tfpar.exchange.reducer import Reducer, ShouldApply
+from tfpar.exchange.reducer import Reducer, ShouldApply, replica_context
 
 import tensorflow as tf
 
@@ -47,6 +48,28 @@ class Scattered(NamedTuple):
     finite: tf.Tensor
 
 
+class UpdateInputs(NamedTuple):
+    """The arguments of `update_shards` besides the gradients, those of all replicas of this worker.
+
+    Attributes:
+      sidecar: See `OwnersReducer.update_shards`.
+      weights: See there.
+      wanted: Whether the norm is wanted.
+      arguments: See there.
+      should_apply: See there.
+      update: See there.
+      norms: See there.
+    """
+
+    sidecar: Any
+    weights: Any
+    wanted: Any
+    arguments: Any
+    should_apply: ShouldApply
+    update: Update
+    norms: Norms
+
+
 class OwnersReducer(Reducer):
     """A reducer with which only the owner of a shard has its sum, and updates its weights with it."""
 
@@ -67,7 +90,14 @@ class OwnersReducer(Reducer):
           before: What the call for the micro-batch before returned; None for the first.
           number: Of the micro-batch, from 0.
         """
-        raise NotImplementedError
+
+        def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
+            return self._merged_scatter(strategy, gradients, residuals if before else None, number)
+
+        finite = tfpar_ops.norm_squared(gradients)[1] & (before.finite if before else True)
+        residuals = before.residuals if before else []
+        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
+        return Scattered(list(shards), [gradients[index] for index in self._without_owner], list(residuals), finite)
 
     def update_shards(
         self,
@@ -97,9 +127,28 @@ class OwnersReducer(Reducer):
           New weights, those of before if there was no update; the summed sidecar; the norm of all gradient sums. The
           same bits on every replica.
         """
-        raise NotImplementedError
 
+        def merged(
+            strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
+        ) -> Any:
+            inputs = UpdateInputs(sidecar, weights, wanted, arguments, should_apply, update, norms)
+            return self._merged_update(strategy, gradients, inputs)
 
-def all_finite(gradients: Sequence[tf.Tensor], before: Scattered | None) -> tf.Tensor:
-    """Whether these gradients are finite, and those of the micro-batches before: a bool scalar."""
-    return tfpar_ops.norm_squared(gradients)[1] & (before.finite if before else True)
+        wanted = tf.constant(True) if wants_norm is None else wants_norm
+        given = gradients if isinstance(gradients, Scattered) else list(gradients)
+        return replica_context().merge_call(merged, args=(given, sidecar, list(weights), wanted, list(arguments)))
+
+    @property
+    @abc.abstractmethod
+    def _without_owner(self) -> list[int]:
+        """Indices of the tensors without an owner, those of a replica's other devices too."""
+
+    @abc.abstractmethod
+    def _merged_scatter(
+        self, strategy: tf.distribute.Strategy, gradients: Any, residuals: Any | None, number: int
+    ) -> Any:
+        """`scatter` for all replicas of this worker together; returns the shards and the residuals."""
+
+    @abc.abstractmethod
+    def _merged_update(self, strategy: tf.distribute.Strategy, gradients: Any, inputs: UpdateInputs) -> Any:
+        """`update_shards` for all replicas of this worker together."""

@@ -13,9 +13,8 @@ from typing import Any
 
 from tfpar.collectives.group import Group
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, groups_of_places, per_device_reducer
-from tfpar.exchange.reducer import ShouldApply, replica_context
 from tfpar.exchange.registry import Spec
-from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, all_finite
+from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, UpdateInputs
 from tfpar.exchange.sharding.reducer import ShardedReducer
 
 import tensorflow as tf
@@ -48,71 +47,49 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
     _reducers: Sequence[ShardedReducer]
     _decisive = 0  # scalars of the sidecar that all but the first place sum
 
-    def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
+    @property
+    def _without_owner(self) -> list[int]:
+        return [index for place in range(self.devices) for index in self._whole(place)]
+
+    def _merged_scatter(
+        self, strategy: tf.distribute.Strategy, gradients: Any, residuals: Any | None, number: int
+    ) -> Any:
         """See `OwnersReducer`. A program has the shards and residuals of its places; because all must have as many,
         empty tensors follow."""
-        finite = all_finite(gradients, before)
-        whole = [gradients[index] for place in range(self.devices) for index in self._whole(place)]
+        shards: list[list[tf.Tensor]] = []
+        left: list[list[tf.Tensor]] = []
+        given = [None] * self.devices if residuals is None else self._taken(strategy, residuals, self._residuals)
+        for place, (reducer, known) in enumerate(zip(self._reducers, given, strict=True)):
+            with tf.device(self._devices[place]):
+                sums = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
+                for found, values in zip((shards, left), reducer.scattered_aside(sums, known, number), strict=True):
+                    found.append(values)
+        packed = zip(self._packed(shards), self._packed(left), strict=True)
+        return self._dealt_out(strategy, list(packed))
 
-        def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
-            shards: list[list[tf.Tensor]] = []
-            left: list[list[tf.Tensor]] = []
-            given = self._taken(strategy, residuals, self._residuals) if before else [None] * self.devices
-            for place, (reducer, known) in enumerate(zip(self._reducers, given, strict=True)):
-                with tf.device(self._devices[place]):
-                    sums = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
-                    for found, values in zip((shards, left), reducer.scattered_aside(sums, known, number), strict=True):
-                        found.append(values)
-            packed = zip(self._packed(shards), self._packed(left), strict=True)
-            return self._dealt_out(strategy, list(packed))
+    def _merged_update(self, strategy: tf.distribute.Strategy, gradients: Any, inputs: UpdateInputs) -> Any:
+        """See `OwnersReducer`. The devices of a replica have the same sidecar, so that the first place decides for all
+        whether to update."""
+        places, vectors = [], []
+        for place, (scatter, whole) in enumerate(self._of_places(strategy, gradients)):
+            with tf.device(self._devices[place]):
+                reducer, own = self._reducers[place], [inputs.weights[index] for index in self._indices[place]]
+                first = self._local_sum(strategy, inputs.sidecar, place) if place == 0 else tf.zeros([0])
+                vector, small = reducer.reduce_whole(whole, first)
+                before = [self._first(strategy, value, place) for value in own]
+            places.append(_AtPlace(place, self._devices[place], reducer, scatter, before, small))
+            vectors.append(vector)
+        vector = vectors[0]
+        given = [self._first(strategy, value, 0) for value in inputs.arguments]
 
-        residuals = before.residuals if before else []
-        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
-        return Scattered(list(shards), whole, list(residuals), finite)
+        def apply() -> Any:
+            wanted = self._first(strategy, inputs.wanted, 0)
+            return _applied(places, vector, inputs.update, inputs.norms, wanted, given)
 
-    def update_shards(
-        self,
-        gradients: Sequence[tf.Tensor] | Scattered,
-        sidecar: tf.Tensor,
-        weights: Sequence[tf.Tensor],
-        should_apply: ShouldApply,
-        update: Update,
-        norms: Norms,
-        wants_norm: tf.Tensor | None,
-        arguments: Sequence[tf.Tensor],
-    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """See `OwnersReducer`.
-
-        The devices of a replica have the same sidecar, so that the first place decides for all whether to update.
-        """
-
-        def merged(
-            strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
-        ) -> Any:
-            places, vectors = [], []
-            for place, (scatter, whole) in enumerate(self._of_places(strategy, gradients)):
-                with tf.device(self._devices[place]):
-                    reducer, own = self._reducers[place], [weights[index] for index in self._indices[place]]
-                    first = self._local_sum(strategy, sidecar, place) if place == 0 else tf.zeros([0])
-                    vector, small = reducer.reduce_whole(whole, first)
-                    before = [self._first(strategy, value, place) for value in own]
-                places.append(_AtPlace(place, self._devices[place], reducer, scatter, before, small))
-                vectors.append(vector)
-            vector = vectors[0]
-            given = [self._first(strategy, value, 0) for value in arguments]
-
-            def apply() -> Any:
-                return _applied(places, vector, update, norms, self._first(strategy, wanted, 0), given)
-
-            new, size = tf.cond(should_apply(vector), apply, lambda: ([one.weights for one in places], tf.zeros([])))
-            found = [dict(zip(*pair, strict=True)) for pair in zip(self._indices, new, strict=True)]
-            by_program = self._by_program(strategy, weights, found)
-            return self._dealt_out(strategy, [(values, vector, size) for values in by_program])
-
-        wanted = tf.constant(True) if wants_norm is None else wants_norm
-        given = gradients if isinstance(gradients, Scattered) else list(gradients)
-        values = (given, sidecar, list(weights), wanted, list(arguments))
-        return replica_context().merge_call(merged, args=values)
+        new, size = tf.cond(inputs.should_apply(vector), apply, lambda: ([one.weights for one in places], tf.zeros([])))
+        found = [dict(zip(*pair, strict=True)) for pair in zip(self._indices, new, strict=True)]
+        by_program = self._by_program(strategy, inputs.weights, found)
+        return self._dealt_out(strategy, [(values, vector, size) for values in by_program])
 
     def _of_places(self, strategy: tf.distribute.Strategy, gradients: Any) -> list[tuple[Scatter, list[tf.Tensor]]]:
         """For each place, a function that returns the sums of this worker's shards, once the step is applied, and the

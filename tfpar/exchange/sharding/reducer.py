@@ -22,11 +22,11 @@ from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.config import ConfigError
 from tfpar.exchange import buckets, residuals
-from tfpar.exchange.reducer import ShouldApply, Traffic, dense_traffic, replica_context, sum_local
+from tfpar.exchange.reducer import Traffic, dense_traffic, sum_local
 from tfpar.exchange.registry import Spec
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.sharding.codecs import sharded_codec
-from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, all_finite
+from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, UpdateInputs
 from tfpar.exchange.sharding.phases import ShardPhases
 from tfpar.exchange.sharding.shards import ShardedVector
 
@@ -99,20 +99,17 @@ class ShardedReducer(OwnersReducer):
         """The count of exchanges, and the residuals."""
         return [local_copy(self._step), *(variable for one in self._shards for variable in one.state.values())]
 
-    def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
-        """See `OwnersReducer`."""
-        finite = all_finite([gradients[index] for one in self._shards for index in one.vector.indices], before)
-        whole = [gradients[index] for index in self.whole]
+    @property
+    def _without_owner(self) -> list[int]:
+        return self.whole
 
-        def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
-            with tf.device(self._device):
-                summed = [sum_local(strategy, gradient) for gradient in gradients]
-                known = [_first(strategy, each) for each in residuals] if before else None
-                return self.scattered_aside(summed, known, number)
-
-        residuals = before.residuals if before else []
-        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
-        return Scattered(list(shards), whole, list(residuals), finite)
+    def _merged_scatter(
+        self, strategy: tf.distribute.Strategy, gradients: Any, residuals: Any | None, number: int
+    ) -> Any:
+        with tf.device(self._device):
+            summed = [sum_local(strategy, gradient) for gradient in gradients]
+            known = None if residuals is None else [_first(strategy, each) for each in residuals]
+            return self.scattered_aside(summed, known, number)
 
     def scattered_aside(
         self, sums: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor] | None, number: int
@@ -152,39 +149,20 @@ class ShardedReducer(OwnersReducer):
         """Number of vectors."""
         return len(self._shards)
 
-    def update_shards(
-        self,
-        gradients: Sequence[tf.Tensor] | Scattered,
-        sidecar: tf.Tensor,
-        weights: Sequence[tf.Tensor],
-        should_apply: ShouldApply,
-        update: Update,
-        norms: Norms,
-        wants_norm: tf.Tensor | None,
-        arguments: Sequence[tf.Tensor],
-    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """See `OwnersReducer`."""
+    def _merged_update(self, strategy: tf.distribute.Strategy, gradients: Any, inputs: UpdateInputs) -> Any:
+        with tf.device(self._device):
+            scatter, whole = self._of_worker(strategy, gradients)
+            own = [_first(strategy, value) for value in inputs.weights]
+            vector, small = self.reduce_whole(whole, sum_local(strategy, inputs.sidecar))
 
-        def merged(
-            strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
-        ) -> Any:
-            with tf.device(self._device):
-                scatter, whole = self._of_worker(strategy, gradients)
-                own = [_first(strategy, value) for value in weights]
-                vector, small = self.reduce_whole(whole, sum_local(strategy, sidecar))
+            def apply() -> Any:
+                given = [_first(strategy, value) for value in inputs.arguments]
+                shards, wants = scatter(), _first(strategy, inputs.wanted)
+                size = tf.cond(wants, lambda: self.norm_of(shards, small, inputs.norms), lambda: tf.zeros([]))
+                return self.updated(0, shards, small, own, inputs.update, (vector, size, *given)), size
 
-                def apply() -> Any:
-                    given = [_first(strategy, value) for value in arguments]
-                    shards, wants = scatter(), _first(strategy, wanted)
-                    size = tf.cond(wants, lambda: self.norm_of(shards, small, norms), lambda: tf.zeros([]))
-                    return self.updated(0, shards, small, own, update, (vector, size, *given)), size
-
-                new, size = tf.cond(should_apply(vector), apply, lambda: (own, tf.zeros([])))
-                return new, vector, size
-
-        wanted = tf.constant(True) if wants_norm is None else wants_norm
-        given = gradients if isinstance(gradients, Scattered) else list(gradients)
-        return replica_context().merge_call(merged, args=(given, sidecar, list(weights), wanted, list(arguments)))
+            new, size = tf.cond(inputs.should_apply(vector), apply, lambda: (own, tf.zeros([])))
+            return new, vector, size
 
     def _of_worker(self, strategy: tf.distribute.Strategy, gradients: Any) -> tuple[Scatter, list[tf.Tensor]]:
         """A function that returns the sums of this worker's shards, once the step is applied; and its sums of the other

@@ -57,7 +57,7 @@ class Part:
 
     def of(self, whole: np.ndarray, fill: float = 0.0) -> np.ndarray:
         """Takes this part of a whole array; its padding has the value `fill`."""
-        return whole if self.split is None else dataclasses.replace(self.split, fill=fill).part(whole, self.rank)
+        return whole if self.split is None else self.split.filled(fill).part(whole, self.rank)
 
 
 def whole_arrays(exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:

@@ -20,10 +20,8 @@ from tfpar.optim import keras_internals
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies
 from tfpar.parallel.division import Shards, Split
-from tfpar.parallel.mesh import COLLECTIVES_WITHIN
-from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import model_split_of, move_to_devices
+from tfpar.parallel.split import move_to_devices
 from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.topology import Topology
 from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
@@ -34,8 +32,7 @@ from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
 from tfpar.training.sharding.weights_step import DividedGatheringStep, GatheringStep, exchanged_places
 from tfpar.training.step import TrainStep
-from tfpar.training.tensor_parallel.model import check_divided, divide_layers
-from tfpar.training.tensor_parallel.placing import places_of_axis
+from tfpar.training.tensor_parallel import DividedPlacing
 
 import keras
 import tensorflow as tf
@@ -163,7 +160,7 @@ class GatheringPlacing(Placing):
             move_to_devices(variable, split, peers=self._peers if shared else None)
 
 
-class DividedGatheringPlacing(GatheringPlacing):
+class DividedGatheringPlacing(DividedPlacing, GatheringPlacing):
     """The devices of the model axis hold a replica; each has shards of its parts of the weights.
 
     Args:
@@ -172,31 +169,18 @@ class DividedGatheringPlacing(GatheringPlacing):
     """
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
-        super().__init__(runtime)
-        topology, devices = runtime.topology, runtime.strategy.extended.worker_devices
-        self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
-        self._layout = layout
-        self.has_outputs = self.adds_sums = topology.replica_part == 0
+        DividedPlacing.__init__(self, runtime, layout)
+        GatheringPlacing.__init__(self, runtime)  # which knows more of the topology, and of who shares weights
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
         _check_model(model)
         summary, heads = known_summary(model), heads_of(model)
-        divided = divide_layers(
-            model,
-            self._axis,
-            self._layout,
-            sequence_parallel=config.strategy.sequence_parallel,
-            announced=announced,
-        )
+        divided = self._divided(model, config, announced=announced)
         # A head returns logits that are divided, which no block can; it is also the first that the backward pass needs.
         blocks = [layer for layer in layers_that_gather(model) if id(layer) not in heads]
         self._shard(model, divided, blocks, announced=announced)
         return summary
-
-    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
-        """See `Placing`."""
-        check_divided(optimizer, core)
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
@@ -212,19 +196,7 @@ class DividedGatheringPlacing(GatheringPlacing):
     def exchange_arguments(self, model: keras.Model) -> dict[str, Any]:
         """See `Placing`."""
         arguments = super().exchange_arguments(model)
-        variables = arguments["variables"]
-        divided = [index for index, variable in enumerate(variables) if model_split_of(variable)]
-        return arguments | {"per_device": places_of_axis(self._axis, self.topology, divided, len(variables))}
-
-    @property
-    def model_axis_bytes(self) -> int:
-        """See `Placing`."""
-        return self._axis.bytes_of_step
-
-    @property
-    def xla_obstacle(self) -> str:
-        """See `Placing`."""
-        return COLLECTIVES_WITHIN
+        return arguments | {"per_device": self._places_of(arguments["variables"])}
 
 
 def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:

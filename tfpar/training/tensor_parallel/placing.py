@@ -11,10 +11,11 @@ from tfpar import models
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import DevicesOfReplica, places_of_part, places_that_divide
 from tfpar.parallel import strategies
+from tfpar.parallel.division import Split
 from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import move_to_devices, split_of
+from tfpar.parallel.split import model_split_of, move_to_devices
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.support import known_summary
@@ -47,10 +48,7 @@ class DividedPlacing(Placing):
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
         summary = known_summary(model)
-        sequence_parallel = config.strategy.sequence_parallel
-        splits = divide_layers(
-            model, self._axis, self._layout, sequence_parallel=sequence_parallel, announced=announced
-        )
+        splits = self._divided(model, config, announced=announced)
         for variable in model.variables:
             move_to_devices(variable, splits.get(id(variable)), peers=self._peers)
         return summary
@@ -70,9 +68,7 @@ class DividedPlacing(Placing):
 
     def exchanged(self, model: keras.Model) -> DevicesOfReplica | None:
         """See `Placing`."""
-        variables = model.trainable_variables
-        divided = [index for index, variable in enumerate(variables) if split_of(variable)]
-        return places_of_axis(self._axis, self.topology, divided, len(variables))
+        return self._places_of(model.trainable_variables)
 
     @property
     def model_axis_bytes(self) -> int:
@@ -84,16 +80,15 @@ class DividedPlacing(Placing):
         """See `Placing`."""
         return COLLECTIVES_WITHIN
 
+    def _divided(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> dict[int, Split]:
+        """See `divide_layers`."""
+        sequence_parallel = config.strategy.sequence_parallel
+        return divide_layers(model, self._axis, self._layout, sequence_parallel=sequence_parallel, announced=announced)
 
-def places_of_axis(axis: ModelAxis, topology: Topology, divided: Sequence[int], variables: int) -> DevicesOfReplica:
-    """How the devices of a model axis divide the gradients of a replica.
-
-    Args:
-      axis: The devices of this worker.
-      topology: The topology of the run.
-      divided: Indices of the variables that are divided.
-      variables: Number of all.
-    """
-    if topology.model_workers > 1:
-        return places_of_part(divided, variables, axis.programs, topology.model_workers, topology.model_part)
-    return places_that_divide(divided, variables, axis.size)
+    def _places_of(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
+        """How the devices of a replica divide the gradients of these variables."""
+        axis, topology = self._axis, self.topology
+        divided = [index for index, variable in enumerate(variables) if model_split_of(variable)]
+        if topology.model_workers > 1:
+            return places_of_part(divided, len(variables), axis.programs, topology.model_workers, topology.model_part)
+        return places_that_divide(divided, len(variables), axis.size)
