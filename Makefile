@@ -35,7 +35,7 @@ BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if 
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
 
-.PHONY: help setup wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
+.PHONY: help setup wheels test-wheels train test gpu-test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
   clean missing
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make wheels  build a wheel for each of TensorFlow $(WHEELS_FOR) into dist/; make test-wheels tests two"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
 	@echo "make proofs  the tests that take minutes each, which make test leaves out"
+	@echo "make gpu-test  the operations and training on an NVIDIA GPU, in a TensorFlow that can use it"
 	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 20 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
 	@echo "make clean   remove what the build made (runs/ stays)"
@@ -110,6 +111,12 @@ test: setup native-test network-tools browser
 
 proofs: setup
 	$(RUN) -m pytest -m proof
+
+# The operations of the codecs in processes that see the GPU; training in programs that these tests start.
+gpu-test: setup
+	CUDA_VISIBLE_DEVICES=$${TFPAR_TEST_GPU:-0} $(RUN) -m pytest -n 4 -m "not proof" \
+	  $(addprefix tests/tfpar_ops/test_,agreement.py formats.py kernels.py large.py properties.py rounding.py)
+	$(RUN) -m pytest -n 4 tests/gpu
 
 # `ip` and `tc`, with which tests make hosts and cut their cables. Only root may; the tests of others leave those out.
 network-tools: | $(GLOO_STAMP)  # one apt-get at a time

@@ -17,7 +17,7 @@ from experiments.benchmarks import fleet, netns
 from experiments.benchmarks.loops import process_bytes
 from tfpar import ExperimentConfig
 from tfpar.collectives.group import allocate_instance_keys, group_key
-from tfpar.collectives.tensorflow import cpu_transport, use_for_cpus, world_group
+from tfpar.collectives.tensorflow import transport_of, use_transport, world_group
 from tfpar.doctor import describe_machine
 from tfpar.exchange import fusion
 from tfpar.exchange import spec as specs
@@ -47,8 +47,8 @@ class Worker:
         config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "transport": transport})
         self._runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
         topology = self._runtime.topology
-        self._native = cpu_transport()
-        use_for_cpus(None)
+        self._native = transport_of("CPU")
+        use_transport(None)
         self._group = world_group(topology.workers, topology.worker)
         self._gradients: list[tf.Tensor] = []
         self._call: Call = lambda: 0.0
@@ -83,7 +83,7 @@ class Worker:
         over_gloo, exchange = exchange.endswith(OVER_GLOO), exchange.removesuffix(OVER_GLOO)
         if over_gloo and self._native is None:
             raise RuntimeError(f"the native transport cannot be used: {why_unusable()}")
-        use_for_cpus(self._native if over_gloo else None)
+        use_transport(self._native if over_gloo else None)
         if exchange.startswith(ALL_REDUCE):
             size = int(exchange.removeprefix(ALL_REDUCE))
             self._call = self._all_reduce(size)

@@ -14,7 +14,7 @@ from tfpar.collectives.tensorflow import (
     device_group,
     is_gpu,
     new_group,
-    use_for_cpus,
+    use_transport,
     world_group,
 )
 from tfpar_ops.codecs import GPU_PEERS
@@ -136,19 +136,19 @@ def test_capabilities():
 def test_devices_of_several_workers_use_their_transport():
     made = []
 
-    def make(*arguments, all_workers):
-        made.append((*arguments, all_workers))
+    def make(*arguments, all_workers, on_gpus):
+        made.append((*arguments, all_workers, on_gpus))
         return made[-1]
 
-    use_for_cpus(make)
+    use_transport(make)
     try:
         first = device_group(range(4, 6), 5, "CPU:0", [2, 3])
         again = device_group(range(6, 8), 7, "CPU:0", [2, 3])
         together = device_group(range(2), 1, "CPU:1", [0, 0])  # of one worker, in its memory
     finally:
-        use_for_cpus(None)
+        use_transport(None)
     assert first is made[0]
-    assert made[0][1:] == (1, (2, 3), False)
+    assert made[0][1:] == (1, (2, 3), False, False)
     assert made[0][0] != again[0]  # so that their keys differ
     assert isinstance(together, TensorFlowGroup)
 

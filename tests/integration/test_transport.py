@@ -145,7 +145,7 @@ def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
     result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", *wishes)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said
-    group = {"gloo": "GlooGroup", "tensorflow": "TensorFlowGroup"}[chosen]
+    group = {"gloo": "PipelinedGlooGroup", "tensorflow": "TensorFlowGroup"}[chosen]
     lines = re.findall(rf"replicas, transport {chosen} \({why}.*\| {group} \[2.0, 2.0, 2.0\]", said)
     assert len(lines) == 2, said
     reduction = {"gloo": "TfparAllReduce", "tensorflow": "CollectiveReduceV2"}[chosen]

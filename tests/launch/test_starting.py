@@ -54,6 +54,9 @@ def test_gpus_are_shared_out(actors: Actors) -> None:
     result = actors.run("--workers=2", "all=describe")
     assert "training on the CPU" in result.stdout
     assert lines_of(result.stdout, "worker 1")[-1] == "CUDA_VISIBLE_DEVICES=-1"
+    result = actors.run("--workers=2 --share_gpus", "all=describe")
+    assert "training on the CPU" not in result.stdout
+    assert lines_of(result.stdout, "worker 1")[-1] == "CUDA_VISIBLE_DEVICES=0"
 
 
 def test_module_instead_of_script(actors: Actors) -> None:
@@ -85,6 +88,11 @@ def test_free_ports_can_be_bound() -> None:
 )
 def test_share_gpus(workers: int, gpus: list[str], expected: list[str]) -> None:
     assert gpu_slots.share_gpus(workers, gpus) == expected
+
+
+def test_share_gpus_with_others() -> None:
+    assert gpu_slots.share_gpus(3, ["4", "5"], together=True) == ["4", "5", "4"]
+    assert gpu_slots.share_gpus(2, ["4", "5", "6"], together=True) == ["4", "5"]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", []), ("-1", []), ("0,1", ["0", "1"]), ("2,-1,3", ["2"])])

@@ -1,4 +1,7 @@
-"""`GlooGroup`: groups of CPUs over the native transport, whose engine is Gloo.
+"""`GlooGroup`: groups over the native transport, whose engine is Gloo.
+
+Its operations run on the CPU. TensorFlow copies the tensors of a GPU to them and back through pinned host memory (2.21,
+`IntraProcessRecvAsyncImpl`).
 
 One mesh of connections between all workers serves every group; keys distinguish the calls. `start` in
 `tfpar.collectives.gloo_mesh` connects it.
@@ -13,6 +16,7 @@ from typing import Any
 from tfpar.collectives.group import Capabilities, Exchanged, group_key, message_key
 from tfpar.collectives.tensorflow import run_unordered
 from tfpar_ops import Codec
+from tfpar_ops.codecs import GPU_PEERS
 from tfpar_ops.transport_library import transport_library
 
 import tensorflow as tf
@@ -26,6 +30,8 @@ CHUNK_BYTES = 512 << 10  # `kChunkBytes` in tfpar_ops/transport
 class GlooGroup:
     """A `Group` over the native transport. Make one with `new_group` or `world_group` while a mesh is up.
 
+    Groups of CPUs are of `PipelinedGlooGroup`. Those of GPUs encode on the GPUs, so that payloads alone are copied.
+
     Values are added in the order of the ranks, each sum by one worker, so that all members have the same bits.
 
     Attributes:
@@ -34,6 +40,7 @@ class GlooGroup:
       mesh: Number of the mesh in this process.
       workers: Ranks of the workers that the members are or belong to, in the same order.
       all_workers: Whether the members are all workers, whose messages have exact keys (`message_key`).
+      on_gpus: Whether the members are GPUs.
     """
 
     members: tuple[int, ...]
@@ -41,6 +48,7 @@ class GlooGroup:
     mesh: int
     workers: tuple[int, ...]
     all_workers: bool = False
+    on_gpus: bool = False
 
     @property
     def size(self) -> int:
@@ -57,7 +65,7 @@ class GlooGroup:
         """The capabilities of the group."""
         return Capabilities(
             ordered=False,
-            largest_fan_in=None,
+            largest_fan_in=GPU_PEERS if self.on_gpus else None,
             dtypes=_DTYPES,
             messages=True,
             variable_sizes=True,
@@ -79,28 +87,6 @@ class GlooGroup:
     def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
         """See `Group.reduce_scatter`."""
         return self._collective("tfpar_reduce_scatter", rows=rows, instance=instance)
-
-    def exchange(
-        self,
-        tensors: Sequence[tf.Tensor],
-        codec: Codec,
-        residuals: Sequence[tf.Tensor] | Sequence[tf.Variable],
-        seed_steps: tf.Tensor,
-        instance: int,
-    ) -> Exchanged:
-        """See `Pipelined.exchange`."""
-        operations = transport_library().operations
-        attributes = {name: getattr(codec, name) for name in ("kind", "block", "keep", "scale", "rounding")}
-        group = {"mesh": self.mesh, "group": self.key, "members": self.workers, "place": self.rank}
-        common = {"seed_steps": seed_steps, "instance": instance, **attributes, **group}
-        with tf.device("/device:CPU:0"):
-            if isinstance(residuals[0], tf.Variable):
-                worker, owner = (residual.handle for residual in residuals)
-                sums, norms = operations.tfpar_exchange_resource(tensors, worker, owner, **common)
-                return Exchanged(sums, None, norms)
-            sums, *changed, norms = operations.tfpar_exchange(tensors, *residuals, **common)
-        run_unordered(norms)
-        return Exchanged(sums, changed, norms)
 
     def broadcast(self, value: tf.Tensor, source: int, instance: int) -> tf.Tensor:
         """The value of the member with the place `source`, which has the same shape on all."""
@@ -130,3 +116,30 @@ class GlooGroup:
         called = getattr(transport_library().operations, operation)
         with tf.device("/device:CPU:0"):
             return run_unordered(called(mesh=self.mesh, group=key, members=self.workers, place=self.rank, **arguments))
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedGlooGroup(GlooGroup):
+    """A group of CPUs, which exchange encoded tensors in one operation (`Pipelined`)."""
+
+    def exchange(
+        self,
+        tensors: Sequence[tf.Tensor],
+        codec: Codec,
+        residuals: Sequence[tf.Tensor] | Sequence[tf.Variable],
+        seed_steps: tf.Tensor,
+        instance: int,
+    ) -> Exchanged:
+        """See `Pipelined.exchange`."""
+        operations = transport_library().operations
+        attributes = {name: getattr(codec, name) for name in ("kind", "block", "keep", "scale", "rounding")}
+        group = {"mesh": self.mesh, "group": self.key, "members": self.workers, "place": self.rank}
+        common = {"seed_steps": seed_steps, "instance": instance, **attributes, **group}
+        with tf.device("/device:CPU:0"):
+            if isinstance(residuals[0], tf.Variable):
+                worker, owner = (residual.handle for residual in residuals)
+                sums, norms = operations.tfpar_exchange_resource(tensors, worker, owner, **common)
+                return Exchanged(sums, None, norms)
+            sums, *changed, norms = operations.tfpar_exchange(tensors, *residuals, **common)
+        run_unordered(norms)
+        return Exchanged(sums, changed, norms)

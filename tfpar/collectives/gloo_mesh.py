@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from tfpar.cluster import heartbeat, port_filter
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.reachability import host_and_port
-from tfpar.collectives.gloo import GlooGroup
-from tfpar.collectives.tensorflow import use_for_cpus
+from tfpar.collectives.gloo import GlooGroup, PipelinedGlooGroup
+from tfpar.collectives.tensorflow import MakeGroup, use_transport
 from tfpar.config import ConfigError
 from tfpar.process.exit_codes import PeerLostError
 from tfpar_ops.transport_library import MeshError, TransportLibrary, transport_library, why_unusable
@@ -113,8 +113,16 @@ def choose(wishes: Sequence[tuple[str, str]]) -> Choice:
     return Choice("gloo", "all workers have it")
 
 
-def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: float, start_timeout: float) -> Choice:
-    """Agrees with the other workers on a transport, and connects it. Groups of CPUs use it from then on.
+def start(
+    info: ClusterInfo,
+    transport: str,
+    in_the_way: str,
+    *,
+    peer_timeout: float,
+    start_timeout: float,
+    for_gpus: bool = False,
+) -> Choice:
+    """Agrees with the other workers on a transport, and connects it. Groups that are made from then on use it.
 
     Every worker must call this.
 
@@ -124,6 +132,7 @@ def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: f
       in_the_way: With `auto`: why this worker cannot use Gloo (`obstacle`); empty if it can.
       peer_timeout: Seconds within which a worker that does not answer is reported as lost.
       start_timeout: Seconds to wait for the others.
+      for_gpus: Whether it carries the data of GPUs as well.
 
     Returns:
       The transport that the workers use.
@@ -158,11 +167,20 @@ def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: f
     atexit.register(library.close, mesh)
     _Watch(library, mesh, info, peer_timeout).start()
 
-    def make(members: tuple[int, ...], rank: int, workers: tuple[int, ...], *, all_workers: bool) -> GlooGroup:
-        return GlooGroup(members, rank, mesh, workers, all_workers)
-
-    use_for_cpus(make)
+    use_transport(_maker(mesh), for_gpus=for_gpus)
     return choice
+
+
+def _maker(mesh: int) -> MakeGroup:
+    """The function that creates groups over a mesh."""
+
+    def make(
+        members: tuple[int, ...], rank: int, workers: tuple[int, ...], *, all_workers: bool, on_gpus: bool
+    ) -> GlooGroup:
+        kind = GlooGroup if on_gpus else PipelinedGlooGroup
+        return kind(members, rank, mesh, workers, all_workers, on_gpus)
+
+    return make
 
 
 def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, required: bool) -> tuple[int, str]:

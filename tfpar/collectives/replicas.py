@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar.collectives.group import Group, allocate_instance_keys
-from tfpar.collectives.tensorflow import cpu_transport, world_group
+from tfpar.collectives.tensorflow import transport_of, world_group
 
 import tensorflow as tf
 
@@ -11,8 +11,8 @@ import tensorflow as tf
 def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     """The sum of a tensor over all replicas, which has a gradient. Call it in a replica context, in all replicas.
 
-    If each worker has one replica, on a CPU, and a transport other than TensorFlow's is connected, the sum uses that
-    transport; otherwise the collectives of the strategy.
+    If each worker has one replica, and a transport other than TensorFlow's carries data between such devices, the sum
+    uses that transport; otherwise the collectives of the strategy.
 
     Args:
       value: The tensor; the same shape on all replicas.
@@ -39,9 +39,9 @@ def _summed(group: Group, part: tf.Tensor) -> tf.Tensor:
 def _group_of_replicas(context: tf.distribute.ReplicaContext) -> Group | None:
     """The workers of the strategy, if each is one replica and a native transport connects them; otherwise None."""
     strategy, extended = context.strategy, context.strategy.extended
-    if cpu_transport() is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) or len(extended.worker_devices) > 1:
         return None
-    if len(extended.worker_devices) > 1:
+    if transport_of(extended.worker_devices[0]) is None:
         return None
     resolver = strategy.cluster_resolver
     chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from tfpar.collectives.group import Capabilities, Group, channel_key, group_key,
 from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
+from tensorflow.python.framework import kernels
 
 # Keywords of a variable that is the state of one worker, not of the model: strategies must not mirror or combine it.
 PER_WORKER = {
@@ -29,8 +31,30 @@ _DTYPES = frozenset({tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device, by its name, is a GPU. NCCL runs the collectives of GPUs."""
+    """Whether a device, by its name, is a GPU."""
     return "GPU" in device
+
+
+def count_gpus() -> int:
+    """The GPUs of this machine; one that was split into logical devices counts as so many."""
+    return sum(map(_logical_devices, tf.config.list_physical_devices("GPU")))
+
+
+def has_nccl() -> bool:
+    """Whether NCCL works between the GPUs of this machine.
+
+    Builds of TensorFlow without GPUs do not have it, and it takes each GPU once: not the logical devices of one.
+    """
+    return _has_nccl_kernels() and all(_logical_devices(gpu) == 1 for gpu in tf.config.list_physical_devices("GPU"))
+
+
+@functools.cache
+def _has_nccl_kernels() -> bool:
+    return any(kernel.device_type == "GPU" for kernel in kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
+
+
+def _logical_devices(gpu: tf.config.PhysicalDevice) -> int:
+    return max(1, len(tf.config.get_logical_device_configuration(gpu) or ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +90,11 @@ class TensorFlowGroup:
     def capabilities(self) -> Capabilities:
         """The capabilities of the group, which depend on the devices alone."""
         return Capabilities(
-            ordered=self.on_gpus,
+            ordered=self._hint == "nccl",
             largest_fan_in=GPU_PEERS if self.on_gpus else None,
             dtypes=_DTYPES,
             messages=True,
-            variable_sizes=not self.on_gpus,
+            variable_sizes=self._hint != "nccl",
         )
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
@@ -146,7 +170,7 @@ class TensorFlowGroup:
     @property
     def _hint(self) -> str:
         """TensorFlow 2.21 uses NCCL only if the hint says so (`AssignCollectiveType`), otherwise gRPC for GPUs too."""
-        return "nccl" if self.on_gpus else "auto"
+        return "nccl" if self.on_gpus and has_nccl() else "auto"
 
     @property
     def _device_type(self) -> str:
@@ -158,9 +182,11 @@ class TensorFlowGroup:
 
 
 class MakeGroup(Protocol):
-    """Makes a group of several CPUs over another transport."""
+    """Makes a group of several devices over another transport."""
 
-    def __call__(self, members: tuple[int, ...], rank: int, workers: tuple[int, ...], *, all_workers: bool) -> Group:
+    def __call__(
+        self, members: tuple[int, ...], rank: int, workers: tuple[int, ...], *, all_workers: bool, on_gpus: bool
+    ) -> Group:
         """Makes it.
 
         Args:
@@ -168,28 +194,36 @@ class MakeGroup(Protocol):
           rank: See `Group.rank`.
           workers: Ranks of the workers that the members belong to.
           all_workers: Whether the members are all workers.
+          on_gpus: Whether they are GPUs.
         """
 
 
-_make_cpu_group: MakeGroup | None = None
+_make_group: MakeGroup | None = None
+_makes_gpu_groups = False
 
 
-def use_for_cpus(make: MakeGroup | None) -> None:
-    """Replaces the transport of groups of CPUs that are created from now on; with None, TensorFlow's is used again."""
-    global _make_cpu_group
-    _make_cpu_group = make
+def use_transport(make: MakeGroup | None, *, for_gpus: bool = False) -> None:
+    """Replaces the transport of groups that are created from now on.
+
+    Args:
+      make: Creates them; None: TensorFlow's transport is used again.
+      for_gpus: Whether it creates groups of GPUs as well; otherwise they keep TensorFlow's transport.
+    """
+    global _make_group, _makes_gpu_groups
+    _make_group, _makes_gpu_groups = make, for_gpus
 
 
-def cpu_transport() -> MakeGroup | None:
-    """The function that creates groups of CPUs in place of TensorFlow's transport; see `use_for_cpus`."""
-    return _make_cpu_group
+def transport_of(device: str) -> MakeGroup | None:
+    """The function that creates groups of such devices in place of TensorFlow's transport; see `use_transport`."""
+    return _make_group if _makes_gpu_groups or not is_gpu(device) else None
 
 
 def _group(
     members: tuple[int, ...], rank: int, workers: tuple[int, ...], device: str, *, all_workers: bool = False
 ) -> Group:
-    if _make_cpu_group is not None and len(members) > 1 and not is_gpu(device):
-        return _make_cpu_group(members, rank, workers, all_workers=all_workers)
+    make = transport_of(device)
+    if make is not None and len(members) > 1:
+        return make(members, rank, workers, all_workers=all_workers, on_gpus=is_gpu(device))
     return TensorFlowGroup(members, rank, is_gpu(device), all_workers)
 
 
@@ -270,7 +304,7 @@ class Channel:
     @property
     def waits_apart(self) -> bool:
         """Whether no thread of TensorFlow waits for a message, so that any number of them may be received early."""
-        return _make_cpu_group is not None and not is_gpu(self.device)
+        return transport_of(self.device) is not None
 
     def send(self, value: tf.Tensor, instance: int) -> tf.Tensor:
         """Sends a tensor; see `Group.send`."""
@@ -306,9 +340,8 @@ class Channel:
         return tf.ensure_shape(received, spec.shape)
 
     def _pair(self, worker: int) -> Group:
-        assert _make_cpu_group is not None
         ranks = min(self.source, self.target), max(self.source, self.target)
-        return _make_cpu_group(ranks, ranks.index(worker), ranks, all_workers=False)
+        return _group(ranks, ranks.index(worker), ranks, self.device)
 
 
 # Types for which messages have no kernel (TensorFlow 2.21), with the type of the same size that is sent instead.

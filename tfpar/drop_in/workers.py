@@ -27,7 +27,7 @@ def init_cluster(*, transport: str = "auto") -> None:
     called again, it does nothing.
 
     Args:
-      transport: What carries data between the CPUs of workers: `auto`, `tensorflow` or `gloo`, see `--transport`.
+      transport: What carries data between workers: `auto`, `tensorflow` or `gloo`, see `--transport`.
 
     Raises:
       ConfigError: An unknown or unusable transport; TensorFlow was initialised before; a cluster with parameter

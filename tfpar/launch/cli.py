@@ -63,7 +63,8 @@ with --grace_period, and start again later. Exit code 75: a worker was lost, and
 
 Set for every process: TF_CONFIG; TFPAR_RESTARTS; TFPAR_LEFT_OUT, the number of workers left out;
 TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. GPUs are shared out evenly
-over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than workers, all train on the CPU.
+over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than workers, all train on the CPU. With
+--share_gpus several workers use a GPU then; they need --transport=gloo, as NCCL takes each GPU once.
 
 No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once.
 
@@ -91,6 +92,7 @@ class LaunchOptions:
       min_workers: Smallest number of workers with which to continue without those that keep failing; 0: only with all.
       restart_delay: Seconds before the first restart in a row.
       grace_period: Seconds between asking processes to end and killing them.
+      share_gpus: Whether several workers use a GPU where there are fewer GPUs than workers.
       log_dir: Directory for a copy of the output of every process, if any.
       hosts: A host file: prints the commands for its hosts, and starts nothing.
     """
@@ -102,6 +104,7 @@ class LaunchOptions:
     min_workers: int = 0
     restart_delay: float = 1.0
     grace_period: float = 30.0
+    share_gpus: bool = False
     log_dir: Path | None = None
     hosts: Path | None = None
 
@@ -149,9 +152,13 @@ def _run_with_restarts(
     options: LaunchOptions, new_supervisor: Callable[[], Supervisor], interrupts: Interrupts, say: Callable[[str], None]
 ) -> int:
     started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
-    slots = Slots(options.workers, visible_gpus(os.environ), least=options.min_workers)
+    gpus = visible_gpus(os.environ)
+    slots = Slots(options.workers, gpus, least=options.min_workers, together=options.share_gpus)
     if slots.gpus[:1] == [NO_GPU]:
-        say(f"fewer GPUs than workers ({options.workers}), and NCCL needs at least one each: training on the CPU")
+        say(
+            f"fewer GPUs than workers ({options.workers}), and NCCL needs at least one each: training on the CPU "
+            "(--share_gpus, and --transport=gloo for the program, let workers share GPUs)"
+        )
     while True:
         options = dataclasses.replace(options, workers=slots.workers)
         environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), LEFT_OUT: str(slots.left_out)}
@@ -270,6 +277,8 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
             own = {**shared, "TF_CONFIG": tf_config_json(info)}
             if gpus:
                 own["CUDA_VISIBLE_DEVICES"] = gpus[index] if job == "worker" else NO_GPU
+            if len(set(gpus)) < len(gpus) and gpus[0] != NO_GPU:
+                own.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # by default a process takes all memory of a GPU
             arguments = [sys.executable, "-u", *options.command]
             made.append(
                 Command(label=label, arguments=arguments, environ=own, log=options.log(label), live=info.is_chief)
@@ -317,6 +326,7 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
     add("--min_workers", type=int, default=0, metavar="M", help="continue without failing workers, down to M (0: off)")
     add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
+    add("--share_gpus", action="store_true", help="several workers may use a GPU; needs --transport=gloo")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
     add("--hosts", type=Path, metavar="FILE", help="print the command for each host in FILE, and start nothing")
     split = argv.index("--") if "--" in argv else len(argv)

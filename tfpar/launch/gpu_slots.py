@@ -21,10 +21,11 @@ class Slots:
       workers: How many there are.
       gpus: All GPUs, as `visible_gpus` names them.
       least: How many must be left; 0: all.
+      together: Whether several workers may use a GPU.
     """
 
-    def __init__(self, workers: int, gpus: Sequence[str], *, least: int = 0) -> None:
-        self._shares = dict(enumerate(share_gpus(workers, gpus) or [""] * workers))
+    def __init__(self, workers: int, gpus: Sequence[str], *, least: int = 0, together: bool = False) -> None:
+        self._shares = dict(enumerate(share_gpus(workers, gpus, together=together) or [""] * workers))
         self._first = workers
         self._least = least
         self._suspect: int | None = None
@@ -90,9 +91,17 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [str(index) for index in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
 
 
-def share_gpus(workers: int, gpus: Sequence[str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each worker: an equal number of GPUs each; none if there are too few."""
+def share_gpus(workers: int, gpus: Sequence[str], *, together: bool = False) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each worker: an equal number of GPUs each.
+
+    Args:
+      workers: How many there are.
+      gpus: All GPUs.
+      together: If there are fewer GPUs than workers, each uses one, together with others; otherwise none uses any.
+    """
     if not gpus:
         return []
+    if together and len(gpus) < workers:
+        return [gpus[worker % len(gpus)] for worker in range(workers)]
     each = len(gpus) // workers
     return [",".join(gpus[worker * each : (worker + 1) * each]) or NO_GPU for worker in range(workers)]

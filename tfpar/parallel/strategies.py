@@ -199,10 +199,13 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
         tf.config.threading.set_inter_op_parallelism_threads(max(least, threads))
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
     with failure.connecting(topology.cluster, topology.start_timeout):
-        # TensorFlow 2.21 uses NCCL only if it is named; otherwise it reduces the gradients of GPUs through gRPC.
+        # TensorFlow 2.21 uses NCCL only if it is named; otherwise it reduces the gradients of GPUs through gRPC. So do
+        # the strategy's few own collectives with the native transport, where NCCL may not work.
         gpus = topology.device_type == "GPU"
-        implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
-        options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
+        options = None
+        if gpus and not _expects_gloo(topology):
+            nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+            options = tf.distribute.experimental.CommunicationOptions(implementation=nccl)
         if topology.pipeline_devices > 1 or (not gpus and topology.local_devices > 1):
             strategy = _MultiWorkerOnDevices(resolver, devices, options)
         else:
@@ -226,6 +229,7 @@ def _with_transport(topology: Topology) -> Topology:
         topology.transport_reason,
         peer_timeout=topology.peer_timeout,
         start_timeout=topology.start_timeout,
+        for_gpus=topology.device_type == "GPU",
     )
     if topology.pipeline_spans_workers and choice.transport == "tensorflow" and _expects_gloo(topology):
         raise ConfigError(

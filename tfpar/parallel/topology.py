@@ -11,6 +11,7 @@ from typing import Any
 
 from tfpar.cluster.info import ClusterInfo
 from tfpar.collectives import gloo_mesh
+from tfpar.collectives.tensorflow import count_gpus, has_nccl
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel.mesh import AUTO, Mesh, devices_of_replica, devices_of_worker, parse_mesh
 
@@ -39,7 +40,7 @@ class Topology:
         0 for other strategies.
       peer_timeout: Seconds after which an unresponsive worker counts as lost.
       start_timeout: Seconds that workers wait for each other at the start.
-      transport: The transport of data between the CPUs of synchronous workers: `tensorflow` or `gloo`; `auto` until the
+      transport: The transport of data between synchronous workers: `tensorflow` or `gloo`; `auto` until the
         workers have chosen.
       transport_reason: With `auto`, the reason why this worker cannot use Gloo, if any; later, the reason for the
       choice.
@@ -197,7 +198,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
             raise ConfigError(f"--transport=gloo does not work with --strategy={name}. Leave it out.")
     if name == "tpu":
         return _tpu_topology(config, reason, cluster)
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = count_gpus()
     device_type = "GPU" if gpus else "CPU"
     if gpus and config.devices > gpus:
         raise ConfigError(
@@ -242,7 +243,7 @@ def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, s
     if cluster is not None:
         name = "parameter_server" if cluster.num_ps else "multi_worker"
         return name, f"auto: {cluster.source} describes a cluster"
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = count_gpus()
     devices = config.devices or gpus or devices_of_replica(config.mesh)
     if devices > 1:
         return "mirrored", f"auto: {devices} devices on this machine"
@@ -283,13 +284,9 @@ def _cluster_topology(
 def _transport(config: StrategyConfig, cluster: ClusterInfo, device_type: str) -> dict[str, str]:
     """Returns the transport between the workers of `multi_worker`, or `auto` with this worker's part of the choice."""
     if config.transport == "auto":
-        reason = "GPUs use NCCL" if device_type == "GPU" else gloo_mesh.obstacle(cluster.address)
+        uses_nccl = device_type == "GPU" and has_nccl()
+        reason = "GPUs use NCCL" if uses_nccl else gloo_mesh.obstacle(cluster.address)
         return {"transport": "auto", "transport_reason": reason}
-    if config.transport == "gloo" and device_type == "GPU":
-        raise ConfigError(
-            "--transport=gloo carries data between CPUs, and this machine's GPUs use NCCL. Leave it out, or hide the "
-            "GPUs with CUDA_VISIBLE_DEVICES=-1."
-        )
     if config.transport == "gloo":
         gloo_mesh.check_usable("--transport=gloo")
     return {"transport": config.transport}

@@ -15,9 +15,10 @@
 #include "tfpar_ops/kernels/codec_kernels.h"
 #include "xla/stream_executor/stream.h"  // stream_executor.h needs headers of LLVM, which TensorFlow 2.19 leaves out
 
-// A function of the CUDA runtime, declared here because this file does not need its headers. The argument is an enum,
-// passed as int.
+// Functions of the CUDA runtime, declared here because this file does not need its headers. Errors are an enum, passed as
+// int.
 extern "C" const char* cudaGetErrorString(int error);
+extern "C" int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream);
 
 namespace tfpar {
 namespace {
@@ -36,6 +37,13 @@ absl::Status Checked(int error) {
                    " tensors that are not empty meet in one block, or in 4096 elements; concatenate the small ones");
   }
   return absl::InternalError(absl::StrCat("CUDA error ", error, ": ", cudaGetErrorString(error)));
+}
+
+// Writes the norms of payloads, which are zero for a residual that nobody keeps.
+absl::Status FinishNorms(const double* sums, int64_t count, const Residual& residual, float* norms, void* stream) {
+  TF_RETURN_IF_ERROR(Checked(tfpar_cuda_finish_norms(sums, count, norms, stream)));
+  if (residual.old_values != nullptr) return absl::OkStatus();
+  return Checked(cudaMemsetAsync(norms + 1, 0, sizeof(float), stream));
 }
 
 // Device memory for one call. It may be freed while kernels are still queued: TensorFlow reuses it in stream order.
@@ -89,7 +97,7 @@ struct Gpu {
                             has_residual ? residual.new_values + offset : nullptr, payload + i * shards.words,
                             workspace.sums() + 2 * i, workspace.scratch(), stream)));
     }
-    return Checked(tfpar_cuda_finish_norms(workspace.sums(), shards.count, norms, stream));
+    return FinishNorms(workspace.sums(), shards.count, residual, norms, stream);
   }
 
   static absl::Status Decode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
@@ -122,7 +130,7 @@ struct Gpu {
     TF_RETURN_IF_ERROR(Checked(tfpar_cuda_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(),
                                                  0, factor, valid, begin, residual.old_values, residual.new_values,
                                                  payload, workspace.sums(), workspace.scratch(), nullptr, stream)));
-    return Checked(tfpar_cuda_finish_norms(workspace.sums(), 1, norms, stream));
+    return FinishNorms(workspace.sums(), 1, residual, norms, stream);
   }
 
   static absl::Status NormSquared(OpKernelContext* context, const InputParts& parts, float* norm_squared,

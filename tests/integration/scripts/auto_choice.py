@@ -17,7 +17,7 @@ import tfpar
 from tfpar import ExperimentConfig
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.group import Group, allocate_instance_keys
-from tfpar.collectives.tensorflow import use_for_cpus, world_group
+from tfpar.collectives.tensorflow import use_transport, world_group
 from tfpar.exchange import spec as specs
 from tfpar.exchange.spec import Spec
 from tfpar.exchange.tuning import auto
@@ -53,7 +53,7 @@ def main() -> None:
     found = {}
     for transport in ("gloo", "tensorflow"):
         if transport == "tensorflow":
-            use_for_cpus(None)
+            use_transport(None)
         group = world_group(topology.workers, topology.worker)
         spec = specs.parse("auto")
         chosen = auto.choose(spec, ELEMENTS, group, auto.measure_codecs(spec, group, "/device:CPU:0"))

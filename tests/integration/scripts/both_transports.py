@@ -14,8 +14,8 @@ import sys
 import tfpar
 from tests.integration.scripts.exchange_sums import exchange_all
 from tfpar import ExperimentConfig
-from tfpar.collectives.gloo import GlooGroup
-from tfpar.collectives.tensorflow import use_for_cpus, world_group
+from tfpar.collectives.gloo import PipelinedGlooGroup
+from tfpar.collectives.tensorflow import use_transport, world_group
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 
@@ -28,17 +28,17 @@ def main() -> None:
     runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
     topology = runtime.topology
     pipelined: list[object] = []
-    exchange = GlooGroup.exchange
+    exchange = PipelinedGlooGroup.exchange
 
     def counted(*arguments):
         pipelined.append(arguments)
         return exchange(*arguments)
 
-    GlooGroup.exchange = counted
-    for transport in ("Gloo", "TensorFlow"):
+    PipelinedGlooGroup.exchange = counted
+    for transport, kind in (("Gloo", "PipelinedGloo"), ("TensorFlow", "TensorFlow")):
         if transport == "TensorFlow":
-            use_for_cpus(None)
-        assert type(world_group(topology.workers, topology.worker)).__name__ == f"{transport}Group"
+            use_transport(None)
+        assert type(world_group(topology.workers, topology.worker)).__name__ == f"{kind}Group"
         for number, spec in enumerate(specs):
             path = pathlib.Path(directory) / f"{transport}-{number}-{topology.worker}.npz"
             pipelined.clear()

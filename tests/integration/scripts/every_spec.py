@@ -17,10 +17,11 @@ from tfpar.parallel.topology import choose_topology
 import numpy as np
 
 
-def main(exchange_all: Callable[[str, strategies.Runtime], dict[str, np.ndarray]]) -> None:
+def main(exchange_all: Callable[[str, strategies.Runtime], dict[str, np.ndarray]], transport: str = "auto") -> None:
     """Exchanges with every spec of the command line, and writes what came back to `OUTPUT_DIR/NUMBER-WORKER.npz`."""
     directory, devices, *specs = sys.argv[1:]
-    config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "devices": int(devices)})
+    options = {"strategy": "multi_worker", "devices": int(devices), "transport": transport}
+    config = ExperimentConfig.from_flat_dict(options)
     runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
     for number, spec in enumerate(specs):
         np.savez(pathlib.Path(directory) / f"{number}-{runtime.topology.worker}.npz", **exchange_all(spec, runtime))

@@ -89,7 +89,7 @@ def compare(number: int, worker: int, workers: int) -> bool:
     if worker not in members:
         return False
     groups = new_group(members, worker), TensorFlowGroup(tuple(members), members.index(worker))
-    assert [type(group).__name__ for group in groups] == ["GlooGroup", "TensorFlowGroup"]
+    assert [type(group).__name__ for group in groups] == ["PipelinedGlooGroup", "TensorFlowGroup"]
     buckets = random_bucket(generator, codec, shapes, groups, f"b{number}")
     own = np.random.default_rng([number, worker])
     for step in range(2):

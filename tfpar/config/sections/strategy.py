@@ -91,9 +91,10 @@ class StrategyConfig(ConfigBase):
     )
     transport: str = option(
         "auto",
-        "What carries data between the CPUs of workers: TensorFlow's collectives over gRPC (tensorflow), or the native "
-        "transport over Gloo (gloo), which is faster and must be built in. 'auto' is gloo if all workers can use it, "
-        "else tensorflow. GPUs always use NCCL.",
+        "What carries data between workers: TensorFlow's collectives (tensorflow), over gRPC between CPUs and NCCL "
+        "between GPUs; or the native transport over Gloo (gloo), which is faster than gRPC and must be built in, and "
+        "copies the data of GPUs through the host's memory. 'auto' is tensorflow between GPUs that NCCL can connect, "
+        "else gloo if all workers can use it.",
         choices=TRANSPORTS,
         may_change_on_resume=True,
     )
