@@ -10,6 +10,7 @@ import re
 from tfpar.collectives import group as groups
 from tfpar.collectives.group import HOST_MESSAGE_KEYS, allocate_instance_keys, group_key, message_key
 from tfpar.collectives.tensorflow import (
+    Channel,
     TensorFlowGroup,
     device_group,
     is_gpu,
@@ -151,6 +152,22 @@ def test_devices_of_several_workers_use_their_transport():
     assert made[0][1:] == (1, (2, 3), False, False)
     assert made[0][0] != again[0]  # so that their keys differ
     assert isinstance(together, TensorFlowGroup)
+
+
+@pytest.mark.parametrize("for_gpus", [False, True])
+def test_gpus_use_a_transport_that_is_for_them(for_gpus):
+    def make(*arguments, all_workers, on_gpus):
+        return arguments, all_workers, on_gpus
+
+    use_transport(make, for_gpus=for_gpus)
+    try:
+        cpus, gpus = world_group(2, 0, CPU), world_group(2, 0, GPU)
+        assert Channel(0, 1, GPU).waits_apart == for_gpus
+        assert Channel(0, 1, CPU).waits_apart
+    finally:
+        use_transport(None)
+    assert cpus == (((0, 1), 0, (0, 1)), True, False)
+    assert gpus == (((0, 1), 0, (0, 1)), True, True) if for_gpus else isinstance(gpus, TensorFlowGroup)
 
 
 def test_every_dtype_travels_in_every_operation():

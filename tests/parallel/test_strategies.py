@@ -6,6 +6,7 @@ import json
 import socket
 
 from tfpar import cluster
+from tfpar.collectives import gloo_mesh
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology, choose_topology
@@ -105,3 +106,23 @@ def test_a_tpu_address_where_nothing_listens_is_refused_at_once():
         address = f"grpc://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ConfigError, match="nothing listens"):
             strategies.build(choose_topology(StrategyConfig(strategy="tpu", tpu=address)))
+
+
+@pytest.mark.parametrize(
+    ("transport", "parts", "reason"),
+    [
+        ("auto", 1, "GPUs use NCCL"),
+        ("gloo", 1, None),
+        ("tensorflow", 1, None),
+        ("auto", 2, ""),  # NCCL takes a GPU once
+    ],
+)
+def test_transport_of_gpus(monkeypatch, transport, parts, reason):
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [gpu] if kind == "GPU" else [])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda _: [None] * parts if parts > 1 else None)
+    monkeypatch.setattr(gloo_mesh, "obstacle", lambda _: "")
+    monkeypatch.setattr(gloo_mesh, "check_usable", lambda _: None)
+    topology = choose_topology(StrategyConfig(transport=transport), of_cluster(**WORKERS))
+    assert (topology.device_type, topology.local_replicas, topology.transport) == ("GPU", parts, transport)
+    assert topology.transport_reason == (reason or "")
