@@ -23,6 +23,8 @@ WORKERS = 2
 SINGLE = {"outer_optimizer": "sgd", "bn": False}
 INT4 = {"local_steps": 4, "exchange": "int4", "optimizer": "adamw", "optimizer_args": ""}
 TIMED = {"round_seconds": 0.3, "slow": 0.1, "steps": 20, "eval_every": 10, "look_every": 10}
+ROUNDS = {"local_steps": 4, "optimizer": "adamw", "optimizer_args": "", "clip_norm": 0.5, "pair": True}
+MESH = {"mesh": "data:2,model:2", "devices": 2, "pair": True}
 STREAMED = {**INT4, "outer_fragments": 2, "outer_delay": 1}
 
 
@@ -53,6 +55,7 @@ def cases(tmp_path_factory) -> dict[str, Case]:
             "single": {**SINGLE, "jit_compile": "true"},
             "whole": INT4,
             "left": {"local_steps": 4, "outer_optimizer": "sgd", "stop_after": 6, "workdir": str(folder / "left")},
+            "rounds": ROUNDS,
         },
     )
 
@@ -119,6 +122,26 @@ def test_rounds_of_one_step_are_data_parallelism(cases):
     assert_close(cases["single"].weights, on_one_device(), 1e-6)
     summary = cases["single"].summary
     assert summary["rounds"] == summary["steps"] == local_steps.STEPS
+
+
+@pytest.mark.cluster
+def test_workers_that_divide_their_replicas(cases, tmp_path):
+    """Rounds with the weights of whole replicas; with int4, resumed within a round, the same bits."""
+    left = {**INT4, **MESH, "workdir": str(tmp_path / "run")}
+    found = on_workers(
+        tmp_path,
+        {
+            "rounds": {**ROUNDS, **MESH},
+            "whole": {**INT4, **MESH},
+            "stopped": {**left, "stop_after": 6},
+            "resumed": left,
+        },
+    )
+    assert_close(found["rounds"].weights, cases["rounds"].weights, 1e-4)
+    assert found["resumed"].summary["params_sha256"] == found["whole"].summary["params_sha256"]
+    for mine, theirs in zip(found["resumed"].workers, found["whole"].workers, strict=True):
+        for name in found["whole"].weights:
+            np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
 def test_replicas_of_a_worker_stay_in_step():

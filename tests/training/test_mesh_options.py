@@ -63,7 +63,6 @@ WORKS = [
 WHOLE = "needs whole tensors"
 REFUSED = [
     *((places, each, WHOLE) for places in (MODEL, WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),
-    *((places, {"local_steps": 2}, "--local_steps=2 does not work with --mesh=") for places in (MODEL, PIPELINE)),
     *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, {"model": "synchronised"}, "synchronises batch") for places in (PIPELINES, WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),

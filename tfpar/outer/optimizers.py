@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.config import OuterConfig
+from tfpar.parallel.split import keeps_slots_beside
 
 import keras
 
@@ -33,6 +34,7 @@ def build(
     else:
         nesterov = options.optimizer == "nesterov" and momentum > 0.0
         optimizer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=nesterov, name="outer_sgd")
+    keeps_slots_beside(optimizer)
     with keras.name_scope(scope, deduplicate=False):
         optimizer.build(list(variables))
     return optimizer

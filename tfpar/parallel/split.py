@@ -317,6 +317,30 @@ def move_to_devices(
         assign_whole(variable, value)
 
 
+def copy_beside(variable: keras.Variable, name: str) -> keras.Variable:
+    """Creates a variable with the values of another, divided in the same way, on the same devices.
+
+    Args:
+      variable: The other variable. Call this under its strategy.
+      name: Name of the new one.
+    """
+    place, split = place_of(variable), split_of(variable)
+    with at(place):
+        made = keras.Variable(variable.numpy(), dtype=variable.dtype, trainable=False, name=name)
+    if place is not None:
+        mark_place(made, place)
+    if split is not None:
+        mark(made, split, peers_of(variable))
+        for copy, value in zip(copies_of(made), copies_of(variable), strict=True):
+            copy.assign(value.read_value())
+    return made
+
+
+def copies_of_replica(variable: keras.Variable) -> Sequence[Any]:
+    """Returns the parts of a variable on this worker's first replica, which has all, or its copy of a whole one."""
+    return _parts(variable) if split_of(variable) else copies_of(variable)[:1]
+
+
 def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an unbuilt optimizer create its state like the weights: divided in the same way, on the same devices."""
     make = optimizer.add_variable_from_reference

@@ -24,7 +24,7 @@ from tfpar.process.activity import activity
 from tfpar.process.memory import return_freed_memory
 from tfpar.training.core import Core
 from tfpar.training.local_steps.building import build_rounds
-from tfpar.training.local_steps.step import LocalStep
+from tfpar.training.local_steps.step import local_step
 from tfpar.training.model.adapting import adapt_model
 from tfpar.training.model.averages import AveragesBetweenRuns, MovingAverages
 from tfpar.training.model.building import Original, build_model
@@ -292,12 +292,12 @@ class Program:
         return self._steps[0][1]
 
     def _step_class(self) -> Callable[..., TrainStep]:
-        if own := LocalStep if self.rounds else self.own.step:
-            if self.placing.own_step:
-                raise ConfigError(f"{self.placing.own_step} is for steps of supervised training alone. Leave it out.")
-            return own
-        step = self.placing.step_class(self.model)
-        return sharded_step(self.share, step) if self.share else step
+        own, step = self.own.step, self.placing.step_class(self.model)
+        if self.placing.own_step and (own or self.rounds):
+            raise ConfigError(f"{self.placing.own_step} is for steps of supervised training alone. Leave it out.")
+        if self.rounds:
+            return local_step(step, self.placing.exchanged(self.model))
+        return own or (sharded_step(self.share, step) if self.share else step)
 
     @functools.cached_property
     def rounds(self) -> AnyRounds | None:

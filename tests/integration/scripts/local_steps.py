@@ -3,7 +3,8 @@
 python -m tests.integration.scripts.local_steps OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, each of which is trained in turn. Among them, `bad` is the number of
-an example that is too large, and `slow` the seconds by which a step of worker 1 takes longer. `OUTPUT/CASE-WORKER.npz`
+an example that is too large, and `slow` the seconds by which a step of worker 1 takes longer, and
+with `pair` the model has layers that a model axis divides. `OUTPUT/CASE-WORKER.npz`
 gets the weights, and at every `look_every` steps what hooks see: the weights as one vector, `seen`, and the loss of the
 last evaluation, `losses`. `OUTPUT/CASE-WORKER.json` is the summary.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import tfpar
 from tfpar.models import BatchNormalization
+from tfpar.parallel.split import whole
 
 import keras
 import numpy as np
@@ -60,11 +62,12 @@ def worker() -> int:
     return json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
 
 
-def build(*, normalizes: bool, saturates: bool, slow: float = 0.0) -> keras.Model:
+def build(*, normalizes: bool, saturates: bool, slow: float = 0.0, pair: bool = False) -> keras.Model:
     norm = [BatchNormalization(momentum=0.9, name="norm")] if normalizes else []
     dense = keras.layers.Dense(72, "tanh" if saturates else None, name="first")
     wait = [Slow(slow, name="slow")] if slow else []
-    return keras.Sequential([keras.Input((24,)), *wait, dense, *norm, keras.layers.Dense(3, name="last")])
+    divisible = [keras.layers.Dense(64, "tanh"), keras.layers.Dense(24)] if pair else []  # which a model axis divides
+    return keras.Sequential([keras.Input((24,)), *divisible, *wait, dense, *norm, keras.layers.Dense(3, name="last")])
 
 
 def data(bad: int = -1) -> tuple[np.ndarray, np.ndarray]:
@@ -78,6 +81,7 @@ def data(bad: int = -1) -> tuple[np.ndarray, np.ndarray]:
 def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tuple[tfpar.Trainer, dict[str, Any]]:
     """Trains the model on the same examples from the same seed; returns the trainer, and what hooks saw."""
     steps, bad, normalizes = (options.pop(name, value) for name, value in (("steps", STEPS), ("bad", -1), ("bn", True)))
+    pair = options.pop("pair", False)
     stop, slow, every = options.pop("stop_at", 0), options.pop("slow", 0.0), options.pop("look_every", 2)
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
     if runtime is None:
@@ -85,7 +89,7 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tupl
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(
-        lambda: build(normalizes=normalizes, saturates=bad < 0, slow=slow),
+        lambda: build(normalizes=normalizes, saturates=bad < 0, slow=slow, pair=pair),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
@@ -93,7 +97,7 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tupl
     seen: dict[str, Any] = {"seen": [], "losses": []}
 
     def look(state: tfpar.LoopState) -> tfpar.LoopState | None:
-        seen["seen"].append(np.concatenate([variable.numpy().ravel() for variable in trainer.model.variables]))
+        seen["seen"].append(np.concatenate([whole(variable).ravel() for variable in trainer.model.variables]))
         seen["losses"].append(state.results["loss"])
         return state.replace(stop=True) if state.step == stop else None
 
@@ -107,7 +111,7 @@ def main(output: str, cases: str) -> None:
     for number, options in enumerate(json.loads(cases)):
         trainer, seen = train(options, runtime)
         runtime = trainer.runtime
-        arrays = {variable.path: variable.numpy() for variable in trainer.model.variables}
+        arrays = {variable.path: whole(variable) for variable in trainer.model.variables}
         with open(os.path.join(output, f"{number}-{rank}.json"), "w") as file:
             json.dump(seen.pop("summary"), file)
         np.savez(os.path.join(output, f"{number}-{rank}.npz"), **arrays, **seen)

@@ -24,8 +24,10 @@ from tfpar.optim.pure_update import pure_apply
 from tfpar.outer import optimizers
 from tfpar.outer.local.lost import LostWorkers
 from tfpar.outer.local.pace import TRIAL_STEPS, Pace
-from tfpar.outer.local.weights import Tensors, TwoSets, function, l2_norm
+from tfpar.outer.local.weights import Tensors, TwoSets, function, squared_norm
 from tfpar.parallel import replica
+from tfpar.parallel.pipeline.devices import beside
+from tfpar.parallel.split import ranks_here, split_of
 
 import keras
 import numpy as np
@@ -67,6 +69,7 @@ class Rounds:
       strategy: The running strategy.
       worker: Rank of this worker.
       workers: Number of workers.
+      programs: Programs that the strategy runs for a replica, whose devices divide weights.
 
     Attributes:
       steps: Local steps of a round.
@@ -90,6 +93,7 @@ class Rounds:
         strategy: tf.distribute.Strategy,
         worker: int,
         workers: int,
+        programs: int = 1,
     ) -> None:
         measured = options.local_steps == AUTO
         self.steps = TRIAL_STEPS if measured else options.local_steps
@@ -102,7 +106,7 @@ class Rounds:
         self.inner, self.kept = inner, list(kept)
         self._options = options
         self._exchange, self._strategy = exchange, strategy
-        self._local = len(strategy.extended.worker_devices)
+        self._devices, self._programs = len(strategy.extended.worker_devices), programs
         self._weights, self._state = list(weights), list(state)
         self.sets = TwoSets(weights, state, strategy)
         self.model_variables, self.outer_variables = self.sets.model, self.sets.outer
@@ -243,8 +247,8 @@ class Rounds:
           movement: The mean of `outer - inner` over the workers, for each weight.
           state: The new value of each state.
         """
-        mean, values = [*map(tf.constant, movement)], [*map(tf.constant, state)]
-        function(lambda: self._strategy.run(lambda: self._apply(mean, values)))()
+        values = [*map(tf.constant, state)]
+        function(lambda: self._strategy.run(lambda: self._apply(self._own_parts(movement), values)))()
         self.done += 1
 
     def inner_values(self) -> list[np.ndarray]:
@@ -288,16 +292,18 @@ class Rounds:
 
     def _exchange_and_apply(self, share: tf.Tensor) -> tf.Tensor:
         """Exchanges and applies the movements; returns the norms of mean movement and update, float32 `[2]`."""
-        return self._strategy.experimental_local_results(self._strategy.run(self._on_replica, args=(share,)))[0]
+        squares = self._strategy.experimental_local_results(self._strategy.run(self._on_replica, args=(share,)))
+        divided = tf.add_n([each[1] for each in squares[: self._programs]])
+        return tf.sqrt(squares[0][0] + divided)
 
     def _on_replica(self, share: tf.Tensor) -> tf.Tensor:
-        part = share / float(self._local)  # the exchange sums over the replicas of a worker, which have the same values
+        # The exchange sums over the replicas of a worker, which have the same values.
+        part = share / float(self._devices // self._programs)
         inner, outer = replica.read(self.model_variables), replica.read(self.outer_variables)
-        # If the share is 0, values may be NaN.
-        moved = [
-            tf.math.multiply_no_nan(tf.cast(old, tf.float32) - tf.cast(new, tf.float32), part)
-            for old, new in zip(outer, inner, strict=True)
-        ]
+        moved = []
+        for old, new in zip(outer, inner, strict=True):
+            with beside(new):  # if the share is 0, values may be NaN
+                moved.append(tf.math.multiply_no_nan(tf.cast(old, tf.float32) - tf.cast(new, tf.float32), part))
         count = len(self._weights)
         vector = tf.concat([[part], *(tf.reshape(each, [-1]) for each in moved[count:])], axis=0)
         # An exchange with residuals needs to know whether a step follows; here one always does.
@@ -311,16 +317,38 @@ class Rounds:
         return self._apply([tf.convert_to_tensor(each) for each in mean], state)
 
     def _apply(self, mean: Tensors, state: Tensors) -> tf.Tensor:
-        """Takes the outer step on this replica, from a mean movement and a mean state."""
+        """Takes the outer step on this replica, from a mean movement and a mean state; returns the squared norms of
+        the movement and of the change, of whole and of divided weights: float32 `[2, 2]`."""
         count = len(self._weights)
         old, slots = replica.read(self.outer_variables[:count]), replica.read(self.optimizer.variables)
         gradients = [tf.cast(each, weight.dtype) for each, weight in zip(mean, old, strict=True)]
         rate = tf.constant(self._options.learning_rate, tf.float32)
-        new, slots = pure_apply(self.optimizer, slots, old, gradients, rate)
+        new, slots = pure_apply(self.optimizer, slots, old, gradients, rate, beside=beside)
         variables = [*self.model_variables, *self.outer_variables, *self.optimizer.variables]
         values = [*new, *state, *new, *state, *slots]
-        norms = tf.stack([l2_norm(mean), l2_norm([after - before for after, before in zip(new, old, strict=True)])])
+        changes = [_difference(*pair) for pair in zip(new, old, strict=True)]
+        norms = tf.transpose(tf.stack([self._squares(mean), self._squares(changes)]))
         with tf.control_dependencies([norms]):
             stored = replica.assign(replica.own(variables), values)
         with tf.control_dependencies(stored):
             return tf.identity(norms)
+
+    def _squares(self, tensors: Tensors) -> tf.Tensor:
+        """The squared norms of what belongs to whole and to divided weights, float32 `[2]`."""
+        divided = [split_of(weight) is not None for weight in self._weights]
+        kinds = ([each for each, is_part in zip(tensors, divided, strict=True) if is_part == kind] for kind in (0, 1))
+        return tf.stack([squared_norm(kind) for kind in kinds])
+
+    def _own_parts(self, values: Sequence[np.ndarray]) -> Tensors:
+        """The parts of whole values, one for each weight, that this device has."""
+        device = replica.static_replica_id() % self._devices
+        parts = []
+        for weight, value in zip(self._weights, values, strict=True):
+            split = split_of(weight)
+            parts.append(tf.constant(split.part(value, ranks_here(weight)[device]) if split else value))
+        return parts
+
+
+def _difference(after: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
+    with beside(after):
+        return after - before

@@ -8,11 +8,12 @@ the round in progress with the movements of all saved workers, and begins with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from tfpar.config import ConfigError
 from tfpar.outer.local.rounds import Rounds
 from tfpar.outer.local.streaming import Streaming
+from tfpar.parallel.split import shape_of, whole_here
 from tfpar.precision import LossScale
 
 import numpy as np
@@ -39,9 +40,9 @@ def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndar
     arrays = {"round": np.array([rounds.pending, rounds.weight, rounds.done], np.float64)}
     if loss_scale is not None:
         arrays["loss_scale"] = np.array([loss_scale.scale.numpy(), loss_scale.good_steps.numpy()], np.float64)
-    groups = {"kept": [variable.numpy() for variable in rounds.kept]}
+    groups = {"kept": [*map(whole_here, rounds.kept)]}
     if rounds.worker:  # the checkpoint itself has the inner optimizer of worker 0
-        groups["optimizer"] = [variable.numpy() for variable in rounds.inner.variables]
+        groups["optimizer"] = [*map(whole_here, rounds.inner.variables)]
     if rounds.under_way:
         groups["inner"] = rounds.inner_values()
     for group, values in groups.items():
@@ -88,8 +89,8 @@ def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Ar
     count = len(rounds.model_variables)
     landed = rounds.restore(_checked(rounds, read(0), 0), same_workers=False)
     own = rounds.own_share  # when a fragment arrives, a worker takes the rest, 1 - own, from the outer weights
-    outer = [np.asarray(variable.numpy(), np.float64) for variable in rounds.model_variables]
-    slots = [np.asarray(variable.numpy()) for variable in rounds.inner.variables]
+    outer = [np.asarray(whole_here(variable), np.float64) for variable in rounds.model_variables]
+    slots = [*map(whole_here, rounds.inner.variables)]
     moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0
     sums = [np.zeros(value.shape, np.float64) for value in slots]
     for worker in range(saved_workers):
@@ -131,14 +132,13 @@ def _checked(rounds: AnyRounds, saved: Arrays, worker: int) -> dict[str, np.ndar
         expected = {"kept": rounds.kept}
         expected |= {"optimizer": rounds.inner.variables} if worker else {}
         expected |= {"inner": rounds.model_variables} if row[0] else {}
-        fits = all(_shapes(_group(arrays, name)) == _shapes(values) for name, values in expected.items())
+        fits = all(
+            [value.shape for value in _group(arrays, name)] == [*map(shape_of, variables)]
+            for name, variables in expected.items()
+        )
     if not fits:
         raise ConfigError(
             f"the checkpoint does not fit these local steps: the file of worker {worker} is of another model or "
             "--optimizer. Resume with the previous ones, or start in another workdir with --warm_start."
         )
     return arrays
-
-
-def _shapes(values: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
-    return [tuple(value.shape) for value in values]

@@ -12,6 +12,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tfpar.parallel.pipeline.devices import beside
+from tfpar.parallel.split import assign_whole, copies_of_replica, copy_beside, split_of, whole_here
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -41,7 +44,7 @@ class TwoSets:
         self.model = [*weights, *state]
         self.count = len(weights)
         with strategy.scope():
-            self.outer = [_copy_of(variable) for variable in self.model]
+            self.outer = [copy_beside(each, f"outer_{each.path.replace('/', '_')}") for each in self.model]
         self.shown = False
         self._swap = function(self._swap_all)
         self._norm = function(self._movement_norm)
@@ -79,16 +82,17 @@ class TwoSets:
 
     def inner_values(self) -> list[np.ndarray]:
         """Returns copies of this worker's own weights and state."""
-        held = self.outer if self.shown else self.model
-        return [np.array(variable.numpy(), copy=True, order="C") for variable in held]
+        return [*map(whole_here, self.outer if self.shown else self.model)]
 
     def outer_values(self) -> list[np.ndarray]:
         """Returns copies of the outer weights and state."""
-        held = self.model if self.shown else self.outer
-        return [np.array(variable.numpy(), copy=True, order="C") for variable in held]
+        return [*map(whole_here, self.model if self.shown else self.outer)]
 
     def assign_here(self, variable: keras.Variable, value: Any) -> None:
-        """Assigns to this worker's copies of a variable."""
+        """Assigns a whole value to this worker's copies of a variable, or to the parts of its devices."""
+        if split_of(variable):
+            assign_whole(variable, value)
+            return
         for copy in self._strategy.experimental_local_results(variable.value):
             copy.assign(tf.cast(value, copy.dtype))
 
@@ -96,16 +100,23 @@ class TwoSets:
         """Sets non-finite values of an optimizer's state to 0; they would make the weights non-finite again."""
         for variable in variables:
             if tf.as_dtype(variable.dtype).is_floating:
-                value = np.asarray(variable.numpy())
-                self.assign_here(variable, np.where(np.isfinite(value), value, np.zeros_like(value)))
+                for copy in self._strategy.experimental_local_results(variable.value):
+                    value = np.asarray(copy.numpy())
+                    copy.assign(np.where(np.isfinite(value), value, np.zeros_like(value)))
 
     def _movement_norm(self) -> tf.Tensor:
-        pairs = zip(self._first(self.model), self._first(self.outer), strict=True)
-        moved = [tf.cast(new, tf.float32) - tf.cast(old, tf.float32) for new, old in pairs]
-        return l2_norm(moved[: self.count]) + 0.0 * l2_norm(moved[self.count :])
+        weights, state = self._moved(0, self.count), self._moved(self.count, len(self.model))
+        return l2_norm(weights) + 0.0 * l2_norm(state)
 
-    def _first(self, variables: Sequence[keras.Variable]) -> Tensors:
-        return [self._strategy.experimental_local_results(each.value)[0].read_value() for each in variables]
+    def _moved(self, first: int, end: int) -> Tensors:
+        """The movements of the variables with these numbers on the first replica, by parts."""
+        moved = []
+        for model, outer in zip(self.model[first:end], self.outer[first:end], strict=True):
+            for pair in zip(copies_of_replica(model), copies_of_replica(outer), strict=True):
+                new, old = (copy.read_value() for copy in pair)
+                with beside(new):
+                    moved.append(tf.cast(new, tf.float32) - tf.cast(old, tf.float32))
+        return moved
 
     def _swap_all(self) -> None:
         local = self._strategy.experimental_local_results
@@ -117,8 +128,10 @@ class TwoSets:
                     theirs.assign(values[1], read_value=False)
 
     def _copy(self, sources: Sequence[keras.Variable], targets: Sequence[keras.Variable]) -> None:
-        for value, target in zip(self._first(sources), targets, strict=True):
-            self.assign_here(target, value)
+        local = self._strategy.experimental_local_results
+        for source, target in zip(sources, targets, strict=True):
+            for value, copy in zip(local(source.value), local(target.value), strict=True):
+                copy.assign(value.read_value())
 
 
 def function(called: Callable[..., Any]) -> Any:
@@ -130,11 +143,15 @@ def function(called: Callable[..., Any]) -> Any:
 
 def l2_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the L2 norm over all elements, float32 scalar; 0 if there are none."""
+    return tf.sqrt(squared_norm(tensors))
+
+
+def squared_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the squared L2 norm over all elements, float32 scalar, each tensor's computed on its device."""
     if not tensors:
         return tf.zeros([])
-    return tf.sqrt(tf.add_n([2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors]))
-
-
-def _copy_of(variable: keras.Variable) -> keras.Variable:
-    name = variable.path.replace("/", "_")
-    return keras.Variable(variable.numpy(), dtype=variable.dtype, trainable=False, name=f"outer_{name}")
+    squares = []
+    for tensor in tensors:
+        with beside(tensor):
+            squares.append(2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)))
+    return tf.add_n(squares)

@@ -58,7 +58,8 @@ def build_rounds(
     where: dict[str, Any] = {"strategy": strategy, "worker": max(topology.worker, 0), "workers": topology.workers}
     if isinstance(exchange, FragmentExchange):
         return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
-    return Rounds(*variables, inner=optimizer, exchange=exchange, **where)
+    programs = len(strategy.extended.worker_devices) // topology.local_replicas
+    return Rounds(*variables, inner=optimizer, exchange=exchange, programs=programs, **where)
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:

@@ -38,10 +38,17 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
             else ("moves all replicas in one program")
         )
         raise ConfigError(f"{flag} does not work with --strategy={topology.name}, which {why}. Use multi_worker.")
-    if topology.mesh.model > 1 or topology.mesh.pipeline > 1 or topology.replica_workers > 1:
+    if topology.replica_workers > 1:
         raise ConfigError(
-            f"{flag} does not work with --mesh={config.strategy.mesh}: a worker trains by itself with whole replicas. "
-            "Leave one of them out."
+            f"{flag} does not work with --mesh={config.strategy.mesh} on these workers: a worker trains by itself with "
+            "whole replicas, and here it has a part of one. Use a mesh that divides replicas over the devices of each "
+            f"worker (--devices={topology.mesh.devices_of_replica}), or leave one of them out."
+        )
+    if outer.streams and topology.mesh.devices_of_replica > 1:
+        raise ConfigError(
+            f"--outer_fragments={outer.outer_fragments} and --outer_delay={outer.outer_delay} do not work with "
+            f"--mesh={config.strategy.mesh}: fragments of divided weights are not exchanged while steps run. Use "
+            "--outer_fragments=1 --outer_delay=0."
         )
     if config.train.shard != "none":
         raise ConfigError(
