@@ -139,6 +139,23 @@ def test_sequence_parallelism(mesh):
     assert {*map(tuple, seen)} == {(divided.POSITIONS // devices, 32)}
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": "final_norm", "recompute": "blocks"}])
+def test_sequence_parallelism_in_stages(options):
+    """With the cut between two blocks, and with both in the first stage."""
+    mesh = "pipeline:2,model:2"
+    options = {"accumulate_steps": 2, "steps": 6, **options}
+    trainer = divided.here("mirrored", mesh, 4, model="language_model", sequence_parallel=True, **options)
+    assert_as_alone(trainer, "language_model", accumulate_steps=2, steps=6)
+
+
+def test_what_leaves_the_devices_has_all_positions():
+    spec = TaskSpec("language_model", (8,), "int32", 32)
+    model = models.build("transformer_lm_tiny", spec, width=32, depth=3, heads=4)
+    layouts, blocks = find_layout(model, 2), [model.get_layer(f"block{number}") for number in range(3)]
+    assert divide_positions(model, layouts, 2, {id(blocks[1].output)}) == 3
+    assert [layouts[id(block)][1].edges for block in blocks] == [(True, False), (False, True), (True, True)]
+
+
 def test_dropout_of_positions_draws_for_each_device():
     spec = TaskSpec("language_model", (8,), "int32", 32)
     model = models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.1)

@@ -129,11 +129,10 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
             f"--jit_compile=true does not work with --mesh={strategy.mesh}: {COLLECTIVES_WITHIN}. Use "
             "--jit_compile=auto, or a mesh of data and pipeline axes."
         )
-    if strategy.sequence_parallel and (mesh.model == 1 or mesh.pipeline > 1):
-        wrong = "has a pipeline" if mesh.pipeline > 1 else "has no model axis"
+    if strategy.sequence_parallel and mesh.model == 1:
         raise ConfigError(
-            f"--sequence_parallel divides positions over the model axis of a mesh, and --mesh={strategy.mesh} {wrong}. "
-            "Use --mesh=model:2, or leave it out."
+            f"--sequence_parallel divides positions over the model axis, and --mesh={strategy.mesh} has none. Use "
+            "--mesh=model:2, or leave it out."
         )
 
 

@@ -13,6 +13,7 @@ the number of positions from their outputs, and that everything else in it treat
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -24,13 +25,14 @@ import keras
 _ATTRIBUTE = "tfpar_gradient_in_parts"
 
 
-def divide_positions(model: keras.Model, layouts: Layouts, size: int) -> int:
+def divide_positions(model: keras.Model, layouts: Layouts, size: int, whole: Collection[int] = ()) -> int:
     """Divides the positions in blocks that allow it, and between consecutive such blocks in the model's graph.
 
     Args:
       model: A built Keras model.
       layouts: The result of `find_layout`; this function adds or replaces the layouts of the blocks and their layers.
       size: Number of devices on the model axis.
+      whole: Identities of tensors of the graph that must have all positions, because they leave the devices.
 
     Returns:
       The number of these blocks.
@@ -49,7 +51,7 @@ def divide_positions(model: keras.Model, layouts: Layouts, size: int) -> int:
             "TransformerBlock does (divides_positions). keras-hub's decoders do not allow it: they build masks from "
             "the number of positions in their input. Leave it out."
         )
-    edges = _edges(model, blocks, size)
+    edges = _edges(model, blocks, size, whole)
     for block in blocks:
         for inner in block.tensor_layout():
             layouts[id(inner)] = inner, dataclasses.replace(layouts[id(inner)][1], divides_positions=True)
@@ -86,11 +88,13 @@ def _mark_gradients(block: keras.layers.Layer, layouts: Layouts) -> None:
             vars(variable)[_ATTRIBUTE] = True
 
 
-def _edges(model: keras.Model, blocks: list[keras.layers.Layer], size: int) -> dict[int, tuple[bool, bool]]:
+def _edges(
+    model: keras.Model, blocks: list[keras.layers.Layer], size: int, whole: Collection[int]
+) -> dict[int, tuple[bool, bool]]:
     """Returns, for each block, whether its input has all positions and whether its output must have them."""
     graph = keras_calls.graph_of(model)
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
-    wanted = {id(tensor) for tensor in graph.outputs} if graph is not None else set()
+    wanted = {*whole, *(map(id, graph.outputs) if graph is not None else ())}
     own: dict[int, Any] = {}
     for block in blocks:
         calls = [node for node in nodes if node.operation is block]

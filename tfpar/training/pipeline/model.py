@@ -82,7 +82,7 @@ def make_pipeline(
     keras_calls.replace_graph_run(graph, pipeline.run)
     if announced:
         _announce(stages, costs, places, experiment.train.accumulate_steps, worker)
-    splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
+    splits = _divided(model, axis, rules, stages, config, announced=announced) if axis else {}
     if worker:
         _hold_own(model, stages, worker, layer_peers, splits)
         return pipeline
@@ -90,6 +90,21 @@ def make_pipeline(
     for variable in model.variables:
         move_to_devices(variable, splits.get(id(variable)), place_by_variable.get(id(variable), 0))
     return pipeline
+
+
+def _divided(
+    model: keras.Model,
+    axis: ModelAxis,
+    rules: Mapping[str, Any] | None,
+    stages: Sequence[Stage],
+    config: StrategyConfig,
+    *,
+    announced: bool,
+) -> dict[int, Split]:
+    """Divides the layers; tensors that cross to another stage are whole."""
+    crossing = {tensor for stage in stages for tensor in stage.given}
+    sequence_parallel = config.sequence_parallel
+    return divide_layers(model, axis, rules, sequence_parallel=sequence_parallel, whole=crossing, announced=announced)
 
 
 def _hold_own(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -32,6 +32,7 @@ def divide_layers(
     rules: Mapping[str, Any] | None = None,
     *,
     sequence_parallel: bool = False,
+    whole: Collection[int] = (),
     announced: bool = False,
 ) -> dict[int, Split]:
     """Makes the layers of a model compute with parts of their weights whenever the program of a device is traced.
@@ -41,6 +42,7 @@ def divide_layers(
       axis: The devices.
       rules: See `tensor_layout.find_layout`, or `weight_layouts.find_weight_layout`.
       sequence_parallel: Whether blocks divide positions, see `positions.divide_positions`.
+      whole: See `positions.divide_positions`.
       announced: Whether to log what is divided.
 
     Returns:
@@ -55,7 +57,7 @@ def divide_layers(
         id(weight_of(layer, name)): split for layer, layout in layouts.values() for name, split in layout.splits.items()
     }
     mark_adapters(layouts)
-    blocks = divide_positions(model, layouts, axis.size) if sequence_parallel else 0
+    blocks = divide_positions(model, layouts, axis.size, whole) if sequence_parallel else 0
     divide_calls(layouts, heads_of(model))
     if announced:
         positions = f"; positions divided in {blocks} blocks" if blocks else ""
