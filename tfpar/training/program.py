@@ -302,7 +302,8 @@ class Program:
     @functools.cached_property
     def rounds(self) -> AnyRounds | None:
         """The rounds of local steps, if there are any; None if gradients are exchanged in every step."""
-        return build_rounds(self.config, self.topology, self.strategy, self.core, self.optimizer, self.exchange)
+        with self.placing.scope(self.model, self.strategy):
+            return build_rounds(self.config, self.topology, self.strategy, self.core, self.optimizer, self.exchange)
 
     def refreshed(self) -> Program:
         """The program for the currently trainable weights: this one, unless layers were frozen or unfrozen since.
@@ -315,9 +316,8 @@ class Program:
         """
         if self.original is not None:
             self.original.take_over_flags()
-        weights = self.model.trainable_variables
         known = self.share.variables if self.share else keras_internals.trainable_variables(self.optimizer)
-        if [*map(id, weights)] == [*map(id, known)]:
+        if [*map(id, self.model.trainable_variables)] == [*map(id, known)]:
             return self
         if self.share is not None or self.topology.shards_weights:
             raise ConfigError(

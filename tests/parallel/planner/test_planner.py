@@ -23,6 +23,7 @@ from tfpar.parallel.planner.machine import (
 )
 from tfpar.parallel.planner.plan import StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
+from tfpar.parallel.planner.step_time import Exchange
 from tfpar.parallel.planner.table import describe_machine, limits, table
 
 import pytest
@@ -74,6 +75,15 @@ def test_an_exchange_costs_its_bytes_and_latency():
 def test_replicas_of_a_worker_exchange_once():
     machine = on(4, 2, between=Link(0.0, 1e8))
     assert predict_plan(question(machine), plan(data=8)).time.exchange == pytest.approx(32e6 / 1e8)
+
+
+def test_workers_that_take_local_steps_exchange_once_a_round():
+    """Replicas of one worker still do in every step."""
+    machine = on(2, 2, within=Link(0.0, 1e9), between=Link(0.0, 1e8))
+    every = [predict_plan(question(machine, exchanges=[Exchange("none", every=n)]), plan(data=4)) for n in (1, 50)]
+    within = 32e6 / 1e9
+    assert every[0].time.exchange == pytest.approx(within + 32e6 / 1e8)
+    assert every[1].time.exchange == pytest.approx(within + 32e6 / 1e8 / 50)
 
 
 def test_shards_cost_what_they_send():

@@ -107,10 +107,16 @@ def test_facts_travel_between_processes(counted, name):
 
 @pytest.mark.parametrize(
     ("mesh", "devices", "options"),
-    [("pipeline:2", 2, {"accumulate_steps": 2}), ("pipeline:2,model:2", 4, {"accumulate_steps": 2})],
+    [
+        ("pipeline:2", 2, {"accumulate_steps": 2}),
+        ("pipeline:2,model:2", 4, {"accumulate_steps": 2}),
+        ("data:2,model:2", 4, {"local_steps": 5}),
+        ("model:2", 2, {"local_steps": 5, "outer_optimizer": "adam"}),
+        ("pipeline:2", 2, {"accumulate_steps": 2, "local_steps": 5, "outer_optimizer": "sgd"}),
+    ],
 )
 def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, options):
-    """Weights, and the optimizer's state to a few scalars."""
+    """Weights, and the optimizer's state to a few scalars; with local steps, those of the outer optimizer too."""
     options = {"optimizer": "adamw", **options}
     trainer = divided.here("mirrored", mesh, devices, model="language_model", steps=1, **options)
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options, "mesh": mesh})
@@ -121,7 +127,9 @@ def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, opt
     )
     memory = predict_plan(question_of(config, facts, Machine(devices=devices)), plan).memory
     assert _fullest(trainer.model.variables) == memory.weights
-    assert _fullest(trainer.optimizer.variables) == pytest.approx(memory.state, abs=64)
+    rounds = trainer.program.rounds
+    outer = [*rounds.outer_variables, *rounds.outer_state] if rounds else []
+    assert _fullest([*trainer.optimizer.variables, *outer]) == pytest.approx(memory.state, abs=64)
 
 
 def _fullest(variables) -> int:

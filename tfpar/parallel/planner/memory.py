@@ -34,6 +34,7 @@ def memory_of(
     examples: int,
     state_per_weight: int,
     *,
+    outer_per_weight: int = 0,
     remembers: bool = False,
     schedule: str = "1f1b",
     compiled: bool = True,
@@ -48,6 +49,7 @@ def memory_of(
       machine: The devices.
       examples: Number of examples in a micro-batch on a replica.
       state_per_weight: Bytes of the optimizer's state per float32 weight.
+      outer_per_weight: Bytes of outer weights and their optimizer's state per float32 weight, with local steps.
       remembers: Whether the exchange has residuals.
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
       compiled: Whether XLA compiles passes where it can.
@@ -68,6 +70,7 @@ def memory_of(
     for device in range(replica.devices):
         weights = replica.weights[device]
         lasting = _of_weights(weights, plan, state_per_weight, workers if remembers else 1)
+        lasting["state"] += sum(weight.size for weight in weights if weight.trainable) * outer_per_weight // 4
         activations = int(_activations(replica, device, plan, examples, schedule) * fused)
         found.append(
             Memory(

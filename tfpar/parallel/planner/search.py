@@ -30,6 +30,7 @@ class Question:
       machine: Devices and links.
       batch: Number of examples of a step, over all replicas.
       state_per_weight: Bytes of the optimizer's state per float32 weight.
+      outer_per_weight: Bytes of outer weights and their optimizer's state per float32 weight, with local steps.
       recomputes: Values of `--recompute` to consider.
       shards: Values of `--shard` to consider.
       exchanges: Exchanges to consider.
@@ -48,6 +49,7 @@ class Question:
     machine: Machine
     batch: int
     state_per_weight: int = 8
+    outer_per_weight: int = 0
     recomputes: Sequence[str] = ("none", "blocks")
     shards: Sequence[str] = ("none", "optimizer")
     exchanges: Sequence[Exchange] = (DENSE,)
@@ -142,6 +144,7 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
     time = step_time(replica, plan, machine, examples, question.state_per_weight, exchange)
     memory = memory_of(
         *(replica, plan, machine, examples, question.state_per_weight),
+        outer_per_weight=question.outer_per_weight,
         remembers=exchange.remembers,
         schedule=question.schedule,
         compiled=question.compiled,

@@ -41,11 +41,13 @@ class Exchange:
       name: The value of `--exchange`.
       seconds: `(elements, workers, link) -> seconds`; None for a ring all-reduce of float32 gradients.
       remembers: Whether the exchange has residuals.
+      every: Steps from one exchange of workers to the next.
     """
 
     name: str
     seconds: Callable[[int, int, Link], float] | None = None
     remembers: bool = False
+    every: int = 1
 
 
 DENSE = Exchange("none")
@@ -168,7 +170,8 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     else:
         exchanged = exchange.seconds(int(size / 4), workers, machine.between)
     # Sharded gradients go to their owners after every micro-batch; the sums come back once.
-    return seconds + exchanged * ((plan.micro_batches + 1) / 2 if plan.shard == "gradients" else 1)
+    times = (plan.micro_batches + 1) / 2 if plan.shard == "gradients" else 1
+    return seconds + exchanged * times / exchange.every
 
 
 def _gathering(replica: Replica, plan: Plan, machine: Machine) -> float:

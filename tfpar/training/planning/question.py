@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 
 from tfpar.collectives.cost_model import COPYING, Link
-from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config import ConfigError, ExperimentConfig, OuterConfig
 from tfpar.config.sections import TrainConfig
 from tfpar.exchange import spec as specs
 from tfpar.exchange.sharding.check import check_sharding
@@ -53,6 +53,7 @@ def question_of(
         machine=machine,
         batch=config.input.global_batch_size,
         state_per_weight=facts.state_per_weight,
+        outer_per_weight=_outer_per_weight(config.outer),
         recomputes=choices("recompute", train.recompute, ("none", "blocks")),
         shards=choices("shard", train.shard, shards),
         exchanges=exchanges_of(config),
@@ -72,18 +73,26 @@ def exchanges_of(config: ExperimentConfig) -> tuple[Exchange, ...]:
     """The exchanges to consider: the given one, or for `auto` those that it may choose."""
     text = config.exchange.exchange
     names = _CODECS if text.partition(":")[0] == "auto" else (text,)
-    return tuple(map(_exchange, names))
+    every = max(config.outer.local_steps, 1)  # of a length that is measured, nothing is known
+    return tuple(_exchange(name, every) for name in names)
 
 
-def _exchange(text: str) -> Exchange:
+def _exchange(text: str, every: int) -> Exchange:
     spec = specs.parse(text)
     if not spec.compresses:
-        return Exchange(text)
+        return Exchange(text, every=every)
 
     def seconds(elements: int, workers: int, link: Link) -> float:
         return spec.cost(elements, workers, link, COPYING).seconds
 
-    return Exchange(text, seconds, remembers=spec.options.error_feedback)
+    return Exchange(text, seconds, remembers=spec.options.error_feedback, every=every)
+
+
+def _outer_per_weight(outer: OuterConfig) -> int:
+    """Bytes of outer weights and of the outer optimizer's state per float32 weight."""
+    if not outer.uses_rounds:
+        return 0
+    return 4 + 4 * (2 if outer.optimizer == "adam" else outer.momentum > 0.0)
 
 
 def _refusals(
