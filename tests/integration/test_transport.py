@@ -161,8 +161,10 @@ def test_a_pipeline_over_workers_must_know_its_transport_before_it_starts():
 
 
 def test_workers_choose_gloo_only_where_all_can():
-    assert choose([("auto", "")] * 2) == Choice("gloo", "all workers have it")
-    assert choose([("auto", ""), ("auto", "no Gloo")]) == Choice("tensorflow", "worker 1: no Gloo")
-    assert choose([("gloo", ""), ("gloo", "")]) == Choice("gloo")
+    assert choose([("auto", "", "CPUs")] * 2) == Choice("gloo", "all workers have it")
+    assert choose([("auto", "", "CPUs"), ("auto", "no Gloo", "CPUs")]) == Choice("tensorflow", "worker 1: no Gloo")
+    assert choose([("gloo", "", "GPUs"), ("gloo", "", "GPUs")]) == Choice("gloo")
     with pytest.raises(ConfigError, match="worker 0 has auto, worker 2 has gloo"):
-        choose([("auto", ""), ("auto", ""), ("gloo", "")])
+        choose([("auto", "", "CPUs"), ("auto", "", "CPUs"), ("gloo", "", "CPUs")])
+    with pytest.raises(ConfigError, match="worker 0 trains on GPUs, worker 1 on CPUs"):
+        choose([("gloo", "", "GPUs"), ("gloo", "", "CPUs")])

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.launch.actors import ROOT, SCRIPTS, Actors, lines_of
 from tfpar.launch import cli as launch
 from tfpar.launch import gpu_slots
+from tfpar.process.exit_codes import SHARED_GPUS
 
 import pytest
 
@@ -57,6 +58,9 @@ def test_gpus_are_shared_out(actors: Actors) -> None:
     result = actors.run("--workers=2 --share_gpus", "all=describe")
     assert "training on the CPU" not in result.stdout
     assert lines_of(result.stdout, "worker 1")[-1] == "CUDA_VISIBLE_DEVICES=0"
+    options = launch.LaunchOptions(command=("x",), workers=2)
+    assert launch.commands(options, {}, ["0", "0"])[1].environ[SHARED_GPUS] == "1"
+    assert SHARED_GPUS not in launch.commands(options, {}, ["0", "1"])[1].environ
 
 
 def test_module_instead_of_script(actors: Actors) -> None:

@@ -126,3 +126,6 @@ def test_transport_of_gpus(monkeypatch, transport, parts, reason):
     topology = choose_topology(StrategyConfig(transport=transport), of_cluster(**WORKERS))
     assert (topology.device_type, topology.local_replicas, topology.transport) == ("GPU", parts, transport)
     assert topology.transport_reason == (reason or "")
+    monkeypatch.setenv("TFPAR_SHARED_GPUS", "1")
+    shared = choose_topology(StrategyConfig(transport=transport), of_cluster(**WORKERS))
+    assert shared.transport_reason == ""

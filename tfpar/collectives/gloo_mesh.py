@@ -23,7 +23,7 @@ from tfpar.cluster import heartbeat, port_filter
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.reachability import host_and_port
 from tfpar.collectives.gloo import GlooGroup, PipelinedGlooGroup
-from tfpar.collectives.tensorflow import MakeGroup, use_transport
+from tfpar.collectives.tensorflow import MakeGroup, has_nccl, use_transport
 from tfpar.config import ConfigError
 from tfpar.process.exit_codes import PeerLostError
 from tfpar_ops.transport_library import MeshError, TransportLibrary, transport_library, why_unusable
@@ -39,6 +39,7 @@ _TOKEN_BYTES = 32
 _CONNECT_S = 20.0
 _NOWHERE = "none"  # in place of the address of a worker that cannot listen
 _ASK_S = 1.0
+_GPUS = "GPUs that NCCL cannot connect", "GPUs"
 
 # If a call takes longer than the first share of the peer timeout, its worker probes all others. A worker that does not
 # answer three probes in a row, each within the second share, is lost. The rest of the timeout is for the report.
@@ -90,24 +91,30 @@ class Choice:
     reason: str = ""
 
 
-def choose(wishes: Sequence[tuple[str, str]]) -> Choice:
+def choose(wishes: Sequence[tuple[str, str, str]]) -> Choice:
     """The transport of all workers.
 
     Args:
-      wishes: By rank, the value of --transport, and with `auto`, the reason why the worker cannot use Gloo, or "".
+      wishes: By rank, the value of --transport; with `auto`, the reason why the worker cannot use Gloo, or ""; and what
+        its replicas are on.
 
     Raises:
-      ConfigError: Different values.
+      ConfigError: Different values, or different devices.
     """
-    first = wishes[0][0]
-    for rank, (transport, _) in enumerate(wishes):
+    first, _, device = wishes[0]
+    for rank, (transport, _, other) in enumerate(wishes):
         if transport != first:
             raise ConfigError(
                 f"--transport: worker 0 has {first}, worker {rank} has {transport}. Give all workers the same."
             )
+        if other != device:
+            raise ConfigError(
+                f"--transport: worker 0 trains on {device}, worker {rank} on {other}. Give all workers the same, or "
+                "hide GPUs with CUDA_VISIBLE_DEVICES=-1."
+            )
     if first != "auto":
         return Choice(first)
-    for rank, (_, reason) in enumerate(wishes):
+    for rank, (_, reason, _) in enumerate(wishes):
         if reason:
             return Choice("tensorflow", f"worker {rank}: {reason}")
     return Choice("gloo", "all workers have it")
@@ -142,7 +149,8 @@ def start(
       PeerLostError: With `gloo`: no connection, with the name of the worker. With each: a worker does not answer.
     """
     deadline = time.monotonic() + start_timeout
-    wish = json.dumps([transport, in_the_way])
+    device = _GPUS[has_nccl()] if for_gpus else "CPUs"
+    wish = json.dumps([transport, in_the_way, device])
     context.context().set_config_key_value(f"{_PREFIX}/of/{info.worker_rank}", wish)
     if transport == "tensorflow":
         return Choice(transport)  # the others compare

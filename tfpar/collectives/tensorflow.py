@@ -1,4 +1,4 @@
-"""`TensorFlowGroup`: groups over the collectives of TensorFlow's runtime, gRPC on CPUs and NCCL on GPUs.
+"""`TensorFlowGroup`: groups over the collectives of TensorFlow's runtime, NCCL on GPUs where it works, else gRPC.
 
 `new_group` and `world_group` make groups of any transport.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from tfpar.collectives.group import Capabilities, Group, channel_key, group_key, message_key
+from tfpar.process.exit_codes import SHARED_GPUS
 from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
@@ -43,8 +45,11 @@ def count_gpus() -> int:
 def has_nccl() -> bool:
     """Whether NCCL works between the GPUs of this machine.
 
-    Builds of TensorFlow without GPUs do not have it, and it takes each GPU once: not the logical devices of one.
+    Builds of TensorFlow without GPUs do not have it, and it takes each GPU once: not the logical devices of one, nor
+    for several workers that share one.
     """
+    if os.environ.get(SHARED_GPUS):
+        return False
     return _has_nccl_kernels() and all(_logical_devices(gpu) == 1 for gpu in tf.config.list_physical_devices("GPU"))
 
 

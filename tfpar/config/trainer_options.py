@@ -120,10 +120,10 @@ class TrainerOptions(TypedDict, total=False):
     """Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM."""
 
     transport: Literal["auto", "tensorflow", "gloo"]
-    """What carries data between workers: TensorFlow's collectives (tensorflow), over gRPC between CPUs and NCCL between
-    GPUs; or the native transport over Gloo (gloo), which is faster than gRPC and must be built in, and copies the data
-    of GPUs through the host's memory. 'auto' is tensorflow between GPUs that NCCL can connect, else gloo if all workers
-    can use it."""
+    """What carries data between workers: TensorFlow's collectives (tensorflow), over NCCL between GPUs that it can
+    connect, else over gRPC; or the native transport over Gloo (gloo), which is faster than gRPC and must be built in,
+    and copies the data of GPUs through the host's memory. 'auto' is tensorflow where NCCL connects GPUs, else gloo if
+    all workers can use it."""
 
     peer_timeout: float
     """Seconds after which a worker or parameter server that does not answer counts as lost; all other workers (with
@@ -279,8 +279,8 @@ class TrainerOptions(TypedDict, total=False):
     offload: Literal["none", "optimizer"]
     """State that is kept in the memory of the host: none; optimizer, the optimizer state. For the optimizer step, the
     state of one block of weights after the other is copied to the device and back, so that the device holds the state
-    of one block at a time. A step takes longer by the time of the copies. For one GPU per worker. The results were
-    tested on a GPU, memory and speed were not measured there."""
+    of one block at a time. A step takes longer by the time of the copies. For one GPU per worker. Its results were
+    tested on a GPU; memory and speed were not measured there."""
 
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""

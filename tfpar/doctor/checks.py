@@ -73,11 +73,11 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
     transport = facts.get("transport", {"error": "not tried"})
     if "gloo" in transport:
         found = (
-            f"--transport=auto takes the native one (Gloo {transport['gloo']}) between CPUs, where all workers have "
-            "it, and NCCL between GPUs"
+            f"--transport=auto takes NCCL between GPUs that it can connect, else the native one (Gloo "
+            f"{transport['gloo']}), where all workers have it"
         )
     else:
-        found = f"--transport=auto takes TensorFlow's, over gRPC: the native one cannot be used: {transport['error']}"
+        found = f"--transport=auto takes TensorFlow's: the native one cannot be used: {transport['error']}"
     yield Check("transport", OK, found)
 
 

@@ -6,6 +6,7 @@ replicas: first within a worker, then over the workers.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import tensorflow as tf
 # Of the state of one place's exchange, where a worker has whole replicas, or one of several parts.
 _NAME = re.compile(r"(part_of_(\d+x)?\d+_)?device_\d+(?=/)")
 _PLACES_OF_PART = 1 << 10  # numbers that the places of one worker may have
+_PARTS = "parts"  # of a place in an export: a digest of what it exchanges
 _DECISIVE = 2  # scalars at the front of a sidecar that decide whether the step is applied
 
 
@@ -128,9 +130,11 @@ class PlacesReducer(Reducer):
       replica: How a replica is divided.
       devices: For each place, the device of this worker's first replica.
       groups: For each place, the devices of the first replica of each worker.
+      shapes: Static shapes of a device's variables.
 
     Attributes:
       names: Names of the places in a checkpoint.
+      digests: For each place, a digest of the variables, or parts of them, that it exchanges.
     """
 
     _decisive = _DECISIVE  # scalars of the sidecar that all but the first place sum
@@ -141,8 +145,10 @@ class PlacesReducer(Reducer):
         replica: DevicesOfReplica,
         devices: Sequence[str],
         groups: Sequence[Group],
+        shapes: Sequence[tf.TensorShape],
     ) -> None:
         self.names = replica.place_names
+        self.digests = [_digest([(index, shapes[index].as_list()) for index in own]) for own in replica.indices]
         self._reducers: Sequence[Reducer] = list(reducers)
         self._indices = [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
@@ -242,12 +248,13 @@ class PlacesReducer(Reducer):
         )
 
     def export(self) -> dict[str, np.ndarray]:
-        """The state of all places' exchanges."""
-        return {
-            f"{place}/{name}": array
-            for place, reducer in zip(self.names, self._reducers, strict=True)
-            for name, array in reducer.export().items()
-        }
+        """The state of all places' exchanges, and what they exchange."""
+        exported: dict[str, np.ndarray] = {}
+        for place, digest, reducer in zip(self.names, self.digests, self._reducers, strict=True):
+            if state := reducer.export():
+                exported |= {f"{place}/{name}": array for name, array in state.items()}
+                exported[f"{place}/{_PARTS}"] = np.array(digest, np.uint64)
+        return exported
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """Restores the exports of the same places."""
@@ -256,7 +263,8 @@ class PlacesReducer(Reducer):
 
             def read_own(worker: int, prefix: str = prefix) -> dict[str, np.ndarray]:
                 saved = read(worker).items()
-                return {name.removeprefix(prefix): array for name, array in saved if name.startswith(prefix)}
+                own = {name.removeprefix(prefix): array for name, array in saved if name.startswith(prefix)}
+                return {name: array for name, array in own.items() if name != _PARTS}
 
             reducer.restore(workers, read_own)
 
@@ -313,6 +321,18 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
             f"--mesh: the saved run had replicas {before}, and its residuals belong to their parts of the weights. "
             "Resume with the previous --mesh, or start in another --workdir with --warm_start."
         )
+    digests = dict(zip(reducer.names, reducer.digests, strict=True)) if isinstance(reducer, PlacesReducer) else {}
+    known = {name: read(0).get(f"{name}/{_PARTS}") for name in digests}  # older checkpoints have none
+    if any(digest is not None and int(digest) != digests[name] for name, digest in known.items()):
+        raise ConfigError(
+            "--mesh: the devices of the saved run had other layers or other parts of them (another --mesh, --stages or "
+            "layout), and its residuals belong to those. Resume with the previous ones, or start in another --workdir "
+            "with --warm_start."
+        )
+
+
+def _digest(what: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
 
 
 def groups_of_places(
@@ -363,4 +383,4 @@ def per_device_reducer(
             reducers.append(CompressedReducer(spec, own_shapes, own, device, seed, measured=measured))
         else:
             reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
-    return PerDeviceReducer(reducers, replica, devices, groups)
+    return PerDeviceReducer(reducers, replica, devices, groups, shapes)

@@ -32,7 +32,7 @@ from tfpar.launch.interrupts import Interrupts
 from tfpar.launch.parser import Parser
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.cores import cores
-from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, USAGE_ERROR
+from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
 
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
 _BIND_RETRIES = 3
@@ -64,7 +64,8 @@ with --grace_period, and start again later. Exit code 75: a worker was lost, and
 Set for every process: TF_CONFIG; TFPAR_RESTARTS; TFPAR_LEFT_OUT, the number of workers left out;
 TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. GPUs are shared out evenly
 over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than workers, all train on the CPU. With
---share_gpus several workers use a GPU then; they need --transport=gloo, as NCCL takes each GPU once.
+--share_gpus several workers use a GPU then, with TFPAR_SHARED_GPUS=1 and TF_FORCE_GPU_ALLOW_GROWTH=true, and their
+data travels through the host, as NCCL takes each GPU once.
 
 No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once.
 
@@ -157,7 +158,7 @@ def _run_with_restarts(
     if slots.gpus[:1] == [NO_GPU]:
         say(
             f"fewer GPUs than workers ({options.workers}), and NCCL needs at least one each: training on the CPU "
-            "(--share_gpus, and --transport=gloo for the program, let workers share GPUs)"
+            "(--share_gpus lets workers share GPUs)"
         )
     while True:
         options = dataclasses.replace(options, workers=slots.workers)
@@ -278,6 +279,7 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
             if gpus:
                 own["CUDA_VISIBLE_DEVICES"] = gpus[index] if job == "worker" else NO_GPU
             if len(set(gpus)) < len(gpus) and gpus[0] != NO_GPU:
+                own[SHARED_GPUS] = "1"
                 own.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # by default a process takes all memory of a GPU
             arguments = [sys.executable, "-u", *options.command]
             made.append(
@@ -326,7 +328,7 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
     add("--min_workers", type=int, default=0, metavar="M", help="continue without failing workers, down to M (0: off)")
     add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
-    add("--share_gpus", action="store_true", help="several workers may use a GPU; needs --transport=gloo")
+    add("--share_gpus", action="store_true", help="let several workers use a GPU where there are fewer than workers")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
     add("--hosts", type=Path, metavar="FILE", help="print the command for each host in FILE, and start nothing")
     split = argv.index("--") if "--" in argv else len(argv)

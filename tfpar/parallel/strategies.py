@@ -15,6 +15,7 @@ from typing import Any
 
 from tfpar.cluster import failure, port_filter
 from tfpar.collectives import gloo_mesh
+from tfpar.collectives.tensorflow import has_nccl
 from tfpar.config import ConfigError
 from tfpar.parallel import graph_passes
 from tfpar.parallel.topology import Topology
@@ -203,7 +204,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
         # the strategy's few own collectives with the native transport, where NCCL may not work.
         gpus = topology.device_type == "GPU"
         options = None
-        if gpus and not _expects_gloo(topology):
+        if gpus and has_nccl() and not _expects_gloo(topology):
             nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
             options = tf.distribute.experimental.CommunicationOptions(implementation=nccl)
         if topology.pipeline_devices > 1 or (not gpus and topology.local_devices > 1):

@@ -26,6 +26,8 @@ NOT_RETRYABLE = (USAGE_ERROR, BAD_NUMBERS)
 
 # Environment variable that holds the number of workers the launcher has left out.
 LEFT_OUT = "TFPAR_LEFT_OUT"
+# Set by the launcher if several workers use a GPU.
+SHARED_GPUS = "TFPAR_SHARED_GPUS"
 
 # EX_TEMPFAIL of sysexits.h: another worker was lost. Restart all workers; they resume from the newest checkpoint.
 PEER_LOST = 75

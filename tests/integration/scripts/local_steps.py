@@ -3,10 +3,10 @@
 python -m tests.integration.scripts.local_steps OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, each of which is trained in turn. Among them, `bad` is the number of
-an example that is too large, and `slow` the seconds by which a step of worker 1 takes longer, and
-with `pair` the model has layers that a model axis divides. `OUTPUT/CASE-WORKER.npz`
-gets the weights, and at every `look_every` steps what hooks see: the weights as one vector, `seen`, and the loss of the
-last evaluation, `losses`. `OUTPUT/CASE-WORKER.json` is the summary.
+an example that is too large, `slow` the seconds by which a step of worker 1 takes longer, and `pair` whether the model
+has layers that a model axis divides. `OUTPUT/CASE-WORKER.npz` gets the weights, and at every `look_every` steps what
+hooks see: the weights as one vector, `seen`, and the loss of the last evaluation, `losses`. `OUTPUT/CASE-WORKER.json`
+is the summary.
 """
 
 from __future__ import annotations

@@ -91,10 +91,10 @@ class StrategyConfig(ConfigBase):
     )
     transport: str = option(
         "auto",
-        "What carries data between workers: TensorFlow's collectives (tensorflow), over gRPC between CPUs and NCCL "
-        "between GPUs; or the native transport over Gloo (gloo), which is faster than gRPC and must be built in, and "
-        "copies the data of GPUs through the host's memory. 'auto' is tensorflow between GPUs that NCCL can connect, "
-        "else gloo if all workers can use it.",
+        "What carries data between workers: TensorFlow's collectives (tensorflow), over NCCL between GPUs that it can "
+        "connect, else over gRPC; or the native transport over Gloo (gloo), which is faster than gRPC and must be "
+        "built in, and copies the data of GPUs through the host's memory. 'auto' is tensorflow where NCCL connects "
+        "GPUs, else gloo if all workers can use it.",
         choices=TRANSPORTS,
         may_change_on_resume=True,
     )

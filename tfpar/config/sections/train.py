@@ -112,7 +112,7 @@ class TrainConfig(ConfigBase):
         "State that is kept in the memory of the host: none; optimizer, the optimizer state. For the optimizer step, "
         "the state of one block of weights after the other is copied to the device and back, so that the device holds "
         "the state of one block at a time. A step takes longer by the time of the copies. For one GPU per worker. "
-        "The results were tested on a GPU, memory and speed were not measured there.",
+        "Its results were tested on a GPU; memory and speed were not measured there.",
         choices=("none", "optimizer"),
         may_change_on_resume=True,
     )

@@ -202,4 +202,4 @@ def reducer_of_places(
         reducers.append(
             ShardedReducer(spec, own_shapes, replica.shards[place], own, device, seed, replica.micro_batches)
         )
-    return ShardedPlaces(reducers, replica, devices, groups)
+    return ShardedPlaces(reducers, replica, devices, groups, shapes)

@@ -69,7 +69,7 @@ class Rounds:
       strategy: The running strategy.
       worker: Rank of this worker.
       workers: Number of workers.
-      programs: Programs that the strategy runs for a replica, whose devices divide weights.
+      programs: Programs that the strategy runs for a replica; several if a model axis divides its weights.
 
     Attributes:
       steps: Local steps of a round.
@@ -106,7 +106,7 @@ class Rounds:
         self.inner, self.kept = inner, list(kept)
         self._options = options
         self._exchange, self._strategy = exchange, strategy
-        self._devices, self._programs = len(strategy.extended.worker_devices), programs
+        self._running, self._programs = len(strategy.extended.worker_devices), programs
         self._weights, self._state = list(weights), list(state)
         self.sets = TwoSets(weights, state, strategy)
         self.model_variables, self.outer_variables = self.sets.model, self.sets.outer
@@ -298,7 +298,7 @@ class Rounds:
 
     def _on_replica(self, share: tf.Tensor) -> tf.Tensor:
         # The exchange sums over the replicas of a worker, which have the same values.
-        part = share / float(self._devices // self._programs)
+        part = share / float(self._running // self._programs)
         inner, outer = replica.read(self.model_variables), replica.read(self.outer_variables)
         moved = []
         for old, new in zip(outer, inner, strict=True):
@@ -341,7 +341,7 @@ class Rounds:
 
     def _own_parts(self, values: Sequence[np.ndarray]) -> Tensors:
         """The parts of whole values, one for each weight, that this device has."""
-        device = replica.static_replica_id() % self._devices
+        device = replica.static_replica_id() % self._running
         parts = []
         for weight, value in zip(self._weights, values, strict=True):
             split = split_of(weight)

@@ -38,18 +38,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
             else ("moves all replicas in one program")
         )
         raise ConfigError(f"{flag} does not work with --strategy={topology.name}, which {why}. Use multi_worker.")
-    if topology.replica_workers > 1:
-        raise ConfigError(
-            f"{flag} does not work with --mesh={config.strategy.mesh} on these workers: a worker trains by itself with "
-            "whole replicas, and here it has a part of one. Use a mesh that divides replicas over the devices of each "
-            f"worker (--devices={topology.mesh.devices_of_replica}), or leave one of them out."
-        )
-    if outer.streams and topology.mesh.devices_of_replica > 1:
-        raise ConfigError(
-            f"--outer_fragments={outer.outer_fragments} and --outer_delay={outer.outer_delay} do not work with "
-            f"--mesh={config.strategy.mesh}: fragments of divided weights are not exchanged while steps run. Use "
-            "--outer_fragments=1 --outer_delay=0."
-        )
+    _check_mesh(flag, config, topology)
     if config.train.shard != "none":
         raise ConfigError(
             f"{flag} does not work with --shard={config.train.shard}: workers that train by themselves need all of the "
@@ -71,6 +60,24 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
         raise ConfigError(
             f"{flag} does not work with --model_args=normalization=sync_batch, which needs all workers in every step. "
             "Use normalization=batch: its statistics are averaged at the end of a round."
+        )
+
+
+def _check_mesh(flag: str, config: ExperimentConfig, topology: Topology) -> None:
+    outer = config.outer
+    if topology.replica_workers > 1:
+        raise ConfigError(
+            f"{flag} does not work with --mesh={config.strategy.mesh} on these workers: a worker trains by itself with "
+            f"whole replicas, and here it has a part of one. Give each worker all {topology.mesh.devices_of_replica} "
+            f"devices of a replica (--devices={topology.mesh.devices_of_replica}; GPUs must be there), or leave one of "
+            "them out."
+        )
+    if outer.streams and topology.mesh.devices_of_replica > 1:
+        given = {"outer_fragments": outer.outer_fragments > 1, "outer_delay": outer.outer_delay > 0}
+        names = " ".join(f"--{name}={getattr(outer, name)}" for name, is_given in given.items() if is_given)
+        raise ConfigError(
+            f"{names} does not work with --mesh={config.strategy.mesh}: divided weights are not exchanged while steps "
+            "run. Leave one of them out."
         )
 
 

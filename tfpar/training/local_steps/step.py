@@ -53,7 +53,7 @@ class LocalStep(TrainStep):
 
     @property
     def replicas(self) -> int:
-        """Programs of this worker's replicas."""
+        """Programs of this worker that move together: one for each device of the model axis of its replicas."""
         return len(self.strategy.extended.worker_devices)
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
