@@ -29,6 +29,10 @@ from tfpar.training.pipeline.stage_program import Stage, StageProgram, way_out
 import keras
 import tensorflow as tf
 
+# Beginnings of the types of operations that communicate, over TensorFlow's transport and the native one.
+# `run_unordered` takes them out of the order of the trace.
+_COLLECTIVES = ("Collective", "Tfpar")
+
 
 @dataclasses.dataclass(eq=False)
 class Trace:
@@ -194,7 +198,7 @@ class Pipeline:
         Raises:
           ConfigError: The stage has such an operation.
         """
-        if any(one.op_def.is_stateful and not one.type.startswith("Collective") for one in operations):
+        if any(one.op_def.is_stateful and not one.type.startswith(_COLLECTIVES) for one in operations):
             names = dict.fromkeys(step.name for step in stage.steps)
             raise ConfigError(
                 f"--stages_per_device: stage {stage.number} ({', '.join(names)}) prints, calls Python or changes other "
