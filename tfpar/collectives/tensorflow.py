@@ -95,11 +95,11 @@ class TensorFlowGroup:
     def capabilities(self) -> Capabilities:
         """The capabilities of the group, which depend on the devices alone."""
         return Capabilities(
-            ordered=self._hint == "nccl",
+            ordered=self._uses_nccl,
             largest_fan_in=GPU_PEERS if self.on_gpus else None,
             dtypes=_DTYPES,
             messages=True,
-            variable_sizes=self._hint != "nccl",
+            variable_sizes=not self._uses_nccl,
         )
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
@@ -175,7 +175,11 @@ class TensorFlowGroup:
     @property
     def _hint(self) -> str:
         """TensorFlow 2.21 uses NCCL only if the hint says so (`AssignCollectiveType`), otherwise gRPC for GPUs too."""
-        return "nccl" if self.on_gpus and has_nccl() else "auto"
+        return "nccl" if self._uses_nccl else "auto"
+
+    @property
+    def _uses_nccl(self) -> bool:
+        return self.on_gpus and has_nccl()
 
     @property
     def _device_type(self) -> str:

@@ -312,7 +312,8 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
     Raises:
       ConfigError: The saved run had another model axis.
     """
-    saved = {found[0] for found in map(_NAME.match, read(0)) if found}
+    first = read(0)
+    saved = {found[0] for found in map(_NAME.match, first) if found}
     own = {*reducer.names} if isinstance(reducer, PlacesReducer) else set()
     if (saved and saved != own) or (own and not saved and residuals.has_pending(workers, read)):
         on_workers = any(name.startswith("part_of_") for name in saved)
@@ -322,7 +323,7 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
             "Resume with the previous --mesh, or start in another --workdir with --warm_start."
         )
     digests = dict(zip(reducer.names, reducer.digests, strict=True)) if isinstance(reducer, PlacesReducer) else {}
-    known = {name: read(0).get(f"{name}/{_PARTS}") for name in digests}  # older checkpoints have none
+    known = {name: first.get(f"{name}/{_PARTS}") for name in digests}  # older checkpoints have none
     if any(digest is not None and int(digest) != digests[name] for name, digest in known.items()):
         raise ConfigError(
             "--mesh: the devices of the saved run had other layers or other parts of them (another --mesh, --stages or "

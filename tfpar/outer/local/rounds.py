@@ -26,7 +26,7 @@ from tfpar.outer.local.lost import LostWorkers
 from tfpar.outer.local.pace import TRIAL_STEPS, Pace
 from tfpar.outer.local.weights import Tensors, TwoSets, function, squared_norm
 from tfpar.parallel import replica
-from tfpar.parallel.pipeline.devices import beside
+from tfpar.parallel.pipeline.devices import beside, call_beside
 from tfpar.parallel.split import ranks_here, split_of
 
 import keras
@@ -326,7 +326,7 @@ class Rounds:
         new, slots = pure_apply(self.optimizer, slots, old, gradients, rate, beside=beside)
         variables = [*self.model_variables, *self.outer_variables, *self.optimizer.variables]
         values = [*new, *state, *new, *state, *slots]
-        changes = [_difference(*pair) for pair in zip(new, old, strict=True)]
+        changes = [call_beside(tf.subtract, *pair) for pair in zip(new, old, strict=True)]
         norms = tf.transpose(tf.stack([self._squares(mean), self._squares(changes)]))
         with tf.control_dependencies([norms]):
             stored = replica.assign(replica.own(variables), values)
@@ -347,8 +347,3 @@ class Rounds:
             split = split_of(weight)
             parts.append(tf.constant(split.part(value, ranks_here(weight)[device]) if split else value))
         return parts
-
-
-def _difference(after: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-    with beside(after):
-        return after - before

@@ -152,6 +152,12 @@ def beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
     return tf.device(device) if device else contextlib.nullcontext()
 
 
+def call_beside(function: Callable[..., tf.Tensor], tensor: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:
+    """Calls a function of tensors on the device of the first; see `beside`."""
+    with beside(tensor):
+        return function(tensor, *others)
+
+
 def _with_number_plus(name: str, offset: int) -> str:
     spec = tf.DeviceSpec.from_string(name)
     return str(spec.replace(device_index=(spec.device_index or 0) + offset).to_string())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.optim.pure_update import pure_apply
-from tfpar.parallel.pipeline.devices import beside
+from tfpar.parallel.pipeline.devices import beside, call_beside
 from tfpar.training.core import Core
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import LocalSums, Tensors
@@ -35,13 +35,13 @@ class PipelineCore(Core):
 
     def each(self, tensors: Tensors, function: Callable[[tf.Tensor], tf.Tensor]) -> Tensors:
         """See `Core`."""
-        return [_beside(function, tensor) for tensor in tensors]
+        return [call_beside(function, tensor) for tensor in tensors]
 
     def added(self, total: LocalSums, sums: LocalSums) -> LocalSums:
         """See `Core`."""
         # Without this dependency TensorFlow would keep the gradients of all micro-batches, and add them at the end.
         with tf.control_dependencies([total.loss]):
-            gradients = [*map(functools.partial(_beside, tf.add), total.gradients, sums.gradients)]
+            gradients = [*map(functools.partial(call_beside, tf.add), total.gradients, sums.gradients)]
         if (trace := current_trace()) is not None:
             trace.complete_backward_with(gradients, self.model.trainable_variables)
         others = (each._replace(gradients=[]) for each in (total, sums))
@@ -101,8 +101,3 @@ class DividedPipelineStep(PipelineStep, DividedStep):
     def _make_programs(self) -> None:
         super()._make_programs()
         self._norm: Callable[[Tensors], tf.Tensor] = self._whole_norm
-
-
-def _beside(function: Callable[..., tf.Tensor], tensor: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:
-    with beside(tensor):
-        return function(tensor, *others)
