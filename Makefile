@@ -115,7 +115,7 @@ proofs: setup
 # The operations of the codecs in processes that see the GPU; training in programs that these tests start.
 gpu-test: setup
 	CUDA_VISIBLE_DEVICES=$${TFPAR_TEST_GPU:-0} $(RUN) -m pytest -n 4 -m "not proof" \
-	  $(addprefix tests/tfpar_ops/test_,agreement.py formats.py kernels.py large.py properties.py rounding.py)
+	  tests/tfpar_ops/kernels $(addprefix tests/tfpar_ops/test_,agreement.py formats.py large.py properties.py rounding.py)
 	$(RUN) -m pytest -n 4 tests/gpu
 
 # `ip` and `tc`, with which tests make hosts and cut their cables. Only root may; the tests of others leave those out.
