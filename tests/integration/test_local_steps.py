@@ -36,8 +36,8 @@ class Case:
       summary: That of worker 0.
     """
 
-    def __init__(self, folder: pathlib.Path, number: int) -> None:
-        self.workers = [dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(WORKERS)]
+    def __init__(self, folder: pathlib.Path, number: int, workers: int) -> None:
+        self.workers = [dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(workers)]
         self.summary = json.loads((folder / f"{number}-0.json").read_text())
 
     @property
@@ -85,10 +85,10 @@ def further(tmp_path_factory) -> dict[str, Case]:
     )
 
 
-def on_workers(folder: pathlib.Path, options: dict[str, dict[str, Any]]) -> dict[str, Case]:
+def on_workers(folder: pathlib.Path, options: dict[str, dict[str, Any]], workers: int = WORKERS) -> dict[str, Case]:
     """What each case leaves, by name."""
     result = launch(
-        WORKERS,
+        workers,
         "-m",
         "tests.integration.scripts.local_steps",
         str(folder),
@@ -96,7 +96,8 @@ def on_workers(folder: pathlib.Path, options: dict[str, dict[str, Any]]) -> dict
         timeout=900.0,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return {name: Case(folder, number) for number, name in enumerate(options)} | {"folder": folder}  # type: ignore
+    cases = {name: Case(folder, number, workers) for number, name in enumerate(options)}
+    return cases | {"folder": folder}  # type: ignore
 
 
 def here(strategy: str, devices: int = 0, **options: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -93,9 +93,9 @@ def test_a_mean_movement_is_applied_to_the_parts():
             np.testing.assert_allclose(whole(weight, replica), old - moved, rtol=1e-6, atol=1e-6, err_msg=weight.path)
 
 
-def test_workers_with_a_part_of_a_replica_are_refused():
+def test_workers_with_a_part_of_a_replica_take_steps_together():
     cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
     info = detect({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})})
-    config = ExperimentConfig.from_flat_dict({"mesh": "model:2", "devices": 1, "local_steps": 5})
-    with pytest.raises(ConfigError, match=r"--local_steps=5 does not work with --mesh=model:2 .* \(--devices=2; "):
+    config = ExperimentConfig.from_flat_dict({"mesh": "model:2", "devices": 1, "round_seconds": 5.0})
+    with pytest.raises(ConfigError, match=r"--round_seconds=5 does not work with --mesh=model:2 .* Use --local_steps"):
         check_local_steps(config, choose_topology(config.strategy, info))

@@ -12,6 +12,7 @@ from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
 from tfpar.parallel import split
 from tfpar.parallel.division import Split
+from tfpar.parallel.held import Held, mark_held
 from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_flight
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import whole_elements
@@ -289,7 +290,7 @@ def test_weights_are_exchanged_together_with_those_of_the_same_holders():
     peers, placing = placed_over(3)
     variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(5)]
     for variable, ranks in zip(variables, [(0,), (0, 1), (0, 2), (0, 1), (1, 2)], strict=True):
-        vars(variable)[split._HELD] = split.Held((2,), ranks, peers)
+        mark_held(variable, Held((2,), ranks, peers))
     exchanged = placing._exchanged_by_worker(variables)
     assert list(exchanged.indices) == [[0], [1, 3], [2]]
     assert (exchanged.parts, exchanged.part, exchanged.layer_parts) == (3, 0, 1)
@@ -302,7 +303,7 @@ def test_whole_weights_are_exchanged_apart_from_parts_that_other_workers_do_not_
     variables = [keras.Variable(np.zeros(2, np.float32)) for _ in range(3)]
     for number, variable in enumerate(variables):
         part = Split(0, 2) if number == 1 else None
-        vars(variable)[split._HELD] = split.Held((2,), (0,), peers, part, placing._layer_peers)
+        mark_held(variable, Held((2,), (0,), peers, part, placing._layer_peers))
         if part:
             split.mark(variable, part, placing._layer_peers)
     exchanged = placing._exchanged_by_worker(variables)

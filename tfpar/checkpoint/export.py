@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfpar.checkpoint.model_files import unloadable_parts
-from tfpar.parallel.split import held_by, shape_of, split_of, whole_blocks
+from tfpar.parallel.held import held_by
+from tfpar.parallel.split import shape_of, split_of, whole_blocks
 
 import keras
 import numpy as np

@@ -16,10 +16,10 @@ from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.parallel.division import Shards, Split
+from tfpar.parallel.held import held_by
 from tfpar.parallel.split import (
     assign_parts,
     assign_whole,
-    held_by,
     parts_here,
     peers_of,
     ranks_here,

@@ -59,8 +59,8 @@ def exchanging_workers(topology: Topology, device: str = "") -> dict[str, Any]:
       device: For an exchange other than that of the gradients, the device on which this worker runs it, with its own
         collective calls; empty for gradients.
     """
+    if topology.replica_workers > 1:
+        return {"group": new_group(topology.workers_alike, topology.worker, device)}
     if device:
         return {"group": world_group(topology.workers, max(topology.worker, 0), device)}
-    if topology.replica_workers > 1:
-        return {"group": new_group(topology.workers_alike, topology.worker)}
     return {"workers": topology.workers if topology.synchronous else 1, "worker": max(topology.worker, 0)}

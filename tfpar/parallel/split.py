@@ -7,7 +7,6 @@ If a replica spans several workers, reading a whole value is a collective call o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from tfpar.optim import keras_deferred, keras_internals
 from tfpar.parallel.division import Shards, Split
+from tfpar.parallel.held import Held, held_by, mark_held
 from tfpar.parallel.pipeline.devices import at, mark_place, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
 
@@ -22,62 +22,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_ATTRIBUTE, _PEERS, _HELD = "tfpar_split", "tfpar_peers", "tfpar_held"
+_ATTRIBUTE, _PEERS = "tfpar_split", "tfpar_peers"
 _BLOCK_BYTES = 32 << 20
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Held:
-    """The location of a variable that some workers of a replica hold; on the others it has no elements.
-
-    Attributes:
-      shape: Shape of the whole variable, which the devices of a holder may divide.
-      ranks: Ranks, among the workers with the stages of a replica, of those that hold it, ascending.
-      peers: The workers with the stages of a replica.
-      split: Its division over the devices of a holder, or of several workers, each of which is a holder for the workers
-        with the same part.
-      layer_peers: The workers that divide the same layers, if a worker has not all parts of its layers.
-    """
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    peers: ReplicaPeers
-    split: Split | None = None
-    layer_peers: ReplicaPeers | None = None
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of what a device of a holder has."""
-        return self.split.part_shape(self.shape) if self.split else self.shape
-
-    @property
-    def here(self) -> bool:
-        """Whether this worker holds the variable."""
-        return self.peers.rank in self.ranks
-
-    @property
-    def counts_here(self) -> bool:
-        """Whether this worker counts the variable: exactly one of its holders among `peers` does."""
-        return self.peers.rank == self.ranks[0]
-
-    @property
-    def saved_here(self) -> bool:
-        """Whether this worker saves the variable, or its part of it."""
-        return self.counts_here and (self.split is not None or self.layer_peers is None or self.layer_peers.rank == 0)
-
-    def fetch(self, value: np.ndarray) -> np.ndarray:
-        """Returns the whole value on all of `peers`.
-
-        Args:
-          value: The whole value on a holder.
-        """
-        array = value if self.here else np.zeros(self.shape, value.dtype)
-        return self.peers.agreement.broadcast([array], self.ranks[0])[0]
-
-
-def held_by(variable: keras.Variable) -> Held | None:
-    """Returns the location of a variable; None if every worker has it or a part of it."""
-    return vars(variable).get(_HELD)
 
 
 def hold(variable: keras.Variable, held: Held, place: int) -> None:
@@ -95,7 +41,7 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
         # The value is not needed, but reading it may be a collective call.
         keras_internals.replace_value(variable, np.zeros([0], keras_deferred.value_on_host(variable).dtype))
         mark_place(variable, place)
-    vars(variable)[_HELD] = held
+    mark_held(variable, held)
 
 
 def split_of(variable: keras.Variable) -> Split | Shards | None:
@@ -333,12 +279,23 @@ def copy_beside(variable: keras.Variable, name: str) -> keras.Variable:
         mark(made, split, peers_of(variable))
         for copy, value in zip(copies_of(made), copies_of(variable), strict=True):
             copy.assign(value.read_value())
+    if held := held_by(variable):
+        mark_held(made, held)
     return made
 
 
-def copies_of_replica(variable: keras.Variable) -> Sequence[Any]:
-    """Returns the parts of a variable on this worker's first replica, which has all, or its copy of a whole one."""
-    return _parts(variable) if split_of(variable) else copies_of(variable)[:1]
+def counted_copies(variable: keras.Variable, *, counts_whole: bool) -> Sequence[Any]:
+    """Returns what a sum over all weights of a replica counts of a variable on this worker: its parts, or one copy.
+
+    Args:
+      variable: The variable.
+      counts_whole: Whether this worker, of those that divide the same layers, counts the weights that are not divided.
+    """
+    if (held := held_by(variable)) and not held.counts_here:
+        return []
+    if split_of(variable) is None:
+        return copies_of(variable)[:1] if counts_whole else []
+    return copies_of(variable) if peers_of(variable) else _parts(variable)
 
 
 def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
@@ -354,7 +311,7 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         if place is not None:
             mark_place(slot, place)
         if held := held_by(reference_variable):
-            vars(slot)[_HELD] = held
+            mark_held(slot, held)
         return slot
 
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)

@@ -26,7 +26,8 @@ from tfpar.collectives.tensorflow import Channel
 from tfpar.config import StrategyConfig
 from tfpar.models import TaskSpec
 from tfpar.parallel import split, strategies
-from tfpar.parallel.split import held_by, whole
+from tfpar.parallel.held import held_by
+from tfpar.parallel.split import whole
 from tfpar.parallel.topology import choose_topology
 
 import keras

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tfpar.outer.local.fragments import FragmentExchange, exchange_of
 from tfpar.outer.local.rounds import RoundReport, Rounds
 from tfpar.outer.local.streaming import Streaming
+from tfpar.outer.local.weights import Parts
 
 AnyRounds = Rounds | Streaming
 
-__all__ = ["AnyRounds", "FragmentExchange", "RoundReport", "Rounds", "Streaming", "exchange_of"]
+__all__ = ["AnyRounds", "FragmentExchange", "Parts", "RoundReport", "Rounds", "Streaming", "exchange_of"]

@@ -24,10 +24,10 @@ from tfpar.optim.pure_update import pure_apply
 from tfpar.outer import optimizers
 from tfpar.outer.local.lost import LostWorkers
 from tfpar.outer.local.pace import TRIAL_STEPS, Pace
-from tfpar.outer.local.weights import Tensors, TwoSets, function, squared_norm
+from tfpar.outer.local.weights import WHOLE, Parts, Tensors, TwoSets, function, squared_norm
 from tfpar.parallel import replica
 from tfpar.parallel.pipeline.devices import beside, call_beside
-from tfpar.parallel.split import ranks_here, split_of
+from tfpar.parallel.split import counted_copies, ranks_here, split_of
 
 import keras
 import numpy as np
@@ -59,6 +59,9 @@ class RoundReport(NamedTuple):
 class Rounds:
     """The outer weights of a run, and the end of its rounds. Every worker has one such object.
 
+    Workers that hold a replica between them train together, and count as one worker in all that follows; only `parts`
+    and the exchange tell them apart.
+
     Args:
       options: The length of a round, and the outer optimizer.
       weights: The model's trainable weights, created under the strategy.
@@ -69,7 +72,7 @@ class Rounds:
       strategy: The running strategy.
       worker: Rank of this worker.
       workers: Number of workers.
-      programs: Programs that the strategy runs for a replica; several if a model axis divides its weights.
+      parts: How a replica is divided.
 
     Attributes:
       steps: Local steps of a round.
@@ -93,7 +96,7 @@ class Rounds:
         strategy: tf.distribute.Strategy,
         worker: int,
         workers: int,
-        programs: int = 1,
+        parts: Parts = WHOLE,
     ) -> None:
         measured = options.local_steps == AUTO
         self.steps = TRIAL_STEPS if measured else options.local_steps
@@ -102,15 +105,15 @@ class Rounds:
         self.taken: np.ndarray | None = None
         self.pending, self.weight = 0, 0.0
         self.done = 0
-        self.worker, self.workers = worker, workers
+        self.worker, self.workers, self.parts = worker, workers, parts
         self.inner, self.kept = inner, list(kept)
         self._options = options
         self._exchange, self._strategy = exchange, strategy
-        self._running, self._programs = len(strategy.extended.worker_devices), programs
+        self._running = len(strategy.extended.worker_devices)
         self._weights, self._state = list(weights), list(state)
-        self.sets = TwoSets(weights, state, strategy)
+        self.sets = TwoSets(weights, state, strategy, parts)
         self.model_variables, self.outer_variables = self.sets.model, self.sets.outer
-        with strategy.scope():
+        with parts.scope(strategy):
             self.optimizer = optimizers.build(options, weights)
         self._lost = LostWorkers(reports=worker == 0)
         self.retrace()
@@ -201,24 +204,31 @@ class Rounds:
         """
         self.sets.show_inner()
         squared = self.sets.moved() ** 2
-        finite = math.isfinite(squared)
-        row = np.array([self.weight, squared, 1.0] if finite else [0.0, 0.0, 0.0])
-        weights, squares, flags = np.stack(agreement.gather_arrays(row), axis=1)
+        row = np.array([self.weight, squared, 1.0] if math.isfinite(squared) else [0.0, 0.0, 0.0])
+        rows = self._gathered(agreement, row)
+        finite = rows[:, :, 2].min(axis=1) > 0.0
+        weights, squares = np.where(finite, rows[:, 0, 0], 0.0), rows[:, :, 1].sum(axis=1)
         total = float(weights.sum())
         self.pending, self.weight = 0, 0.0
-        self._lost.note(np.flatnonzero(flags == 0.0).tolist(), step)
+        self._lost.note(np.flatnonzero(np.repeat(~finite, self.parts.workers)).tolist(), step)
         report = None
         if total > 0.0:
             shares = weights / total
-            movement, update = self._end(tf.constant(shares[self.worker], tf.float32)).numpy().tolist()
+            own = self._end(tf.constant(shares[self.worker], tf.float32)).numpy()
+            summed = self._gathered(agreement, own)[0].sum(axis=0) if self.parts.workers > 1 else own
+            movement, update = np.sqrt(summed).tolist()
             drift = max(float(shares @ squares) - movement**2, 0.0) ** 0.5
             report = RoundReport(drift, movement, update, self.traffic_of_round.wire_bytes)
             self.done += 1
         else:
             self.sets.take_back()
-        if not finite:
+        if not finite[self.worker]:
             self.sets.mend(self.inner.variables)
         return report
+
+    def _gathered(self, agreement: WorkerAgreement, row: np.ndarray) -> np.ndarray:
+        """Rows of all workers: `[k]` to `[workers, parts, k]`."""
+        return np.stack(agreement.gather_arrays(row)).reshape(self.workers, self.parts.workers, len(row))
 
     @property
     def traffic_of_round(self) -> Traffic:
@@ -235,7 +245,7 @@ class Rounds:
         """
         if self.workers == 1:
             return dense
-        part, peers = (self.done / steps if steps else 1.0 / self.steps), self.workers - 1
+        part, peers = (self.done / steps if steps else 1.0 / self.steps), self.workers * self.parts.workers - 1
         one = self.traffic_of_round
         sent = (one.wire_bytes + ROUND_BYTES * peers) * part + STEP_BYTES * peers
         return Traffic(one.codec, one.pattern, round(one.payload_bytes * part), round(sent), dense.dense_bytes)
@@ -291,14 +301,15 @@ class Rounds:
     # Functions that run on devices.
 
     def _exchange_and_apply(self, share: tf.Tensor) -> tf.Tensor:
-        """Exchanges and applies the movements; returns the norms of mean movement and update, float32 `[2]`."""
+        """Exchanges and applies the movements; returns the squared norms of mean movement and update, float32 `[2]`, of
+        the weights that this worker counts."""
         squares = self._strategy.experimental_local_results(self._strategy.run(self._on_replica, args=(share,)))
-        divided = tf.add_n([each[1] for each in squares[: self._programs]])
-        return tf.sqrt(squares[0][0] + divided)
+        divided = tf.add_n([each[1] for each in squares[: self.parts.programs]])
+        return squares[0][0] + divided
 
     def _on_replica(self, share: tf.Tensor) -> tf.Tensor:
         # The exchange sums over the replicas of a worker, which have the same values.
-        part = share / float(self._running // self._programs)
+        part = share / float(self._running // self.parts.programs)
         inner, outer = replica.read(self.model_variables), replica.read(self.outer_variables)
         moved = []
         for old, new in zip(outer, inner, strict=True):
@@ -334,9 +345,11 @@ class Rounds:
             return tf.identity(norms)
 
     def _squares(self, tensors: Tensors) -> tf.Tensor:
-        """The squared norms of what belongs to whole and to divided weights, float32 `[2]`."""
-        divided = [split_of(weight) is not None for weight in self._weights]
-        kinds = ([each for each, is_part in zip(tensors, divided, strict=True) if is_part == kind] for kind in (0, 1))
+        """The squared norms of what belongs to whole and to divided weights that this worker counts, float32 `[2]`."""
+        kinds: tuple[Tensors, Tensors] = [], []
+        for weight, tensor in zip(self._weights, tensors, strict=True):
+            if counted_copies(weight, counts_whole=self.parts.counts_whole):
+                kinds[split_of(weight) is not None].append(tensor)
         return tf.stack([squared_norm(kind) for kind in kinds])
 
     def _own_parts(self, values: Sequence[np.ndarray]) -> Tensors:

@@ -4,18 +4,26 @@ The checkpoint itself has the outer weights, the outer optimizer, and the inner 
 file has the state that differs between workers: its inner optimizer, its loss scale, and within a round its inner
 weights and state. With the same number of workers, a run resumes with the same bits. With another number, it first ends
 the round in progress with the movements of all saved workers, and begins with the mean of their inner optimizers.
+
+The file of a worker that holds only a part of a replica has the values of its own devices, which no other division of
+the model can use: such a run resumes with another division only between rounds, from the inner optimizer of the first
+replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.outer.local.rounds import Rounds
 from tfpar.outer.local.streaming import Streaming
-from tfpar.parallel.split import shape_of, whole_here
+from tfpar.outer.local.weights import shape_here, value_here
+from tfpar.parallel.held import held_by
+from tfpar.parallel.split import shape_of, split_of, whole_here
 from tfpar.precision import LossScale
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -40,9 +48,11 @@ def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndar
     arrays = {"round": np.array([rounds.pending, rounds.weight, rounds.done], np.float64)}
     if loss_scale is not None:
         arrays["loss_scale"] = np.array([loss_scale.scale.numpy(), loss_scale.good_steps.numpy()], np.float64)
-    groups = {"kept": [*map(whole_here, rounds.kept)]}
+    if rounds.parts.workers > 1:
+        arrays["division"] = np.array(_division(rounds.model_variables), np.uint64)
+    groups = {"kept": [*map(value_here, rounds.kept)]}
     if rounds.worker:  # the checkpoint itself has the inner optimizer of worker 0
-        groups["optimizer"] = [*map(whole_here, rounds.inner.variables)]
+        groups["optimizer"] = [*map(value_here, rounds.inner.variables)]
     if rounds.under_way:
         groups["inner"] = rounds.inner_values()
     for group, values in groups.items():
@@ -51,23 +61,33 @@ def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndar
     return {_PREFIX + name: array for name, array in arrays.items()}
 
 
-def restore(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> tuple[LossScale | None, str]:
+def restore(
+    rounds: AnyRounds, saved_workers: int, saved_parts: int, read: Callable[[int], Arrays], rank: int
+) -> tuple[LossScale | None, str]:
     """Continues where the workers of a saved run stopped. All variables of the checkpoint have been restored.
 
     Args:
       rounds: The rounds of this run.
-      saved_workers: Number of workers of the saved run.
+      saved_workers: Number of workers of the saved run; those that held a replica between them count as one.
+      saved_parts: Number of workers that held a replica between them.
       read: `(rank) -> arrays` of that worker's file.
+      rank: Rank of this worker.
 
     Returns:
       This worker's loss scale, or None to use the checkpoint's; and a line for the user, or an empty string.
 
     Raises:
-      ConfigError: A worker's file does not fit this model and optimizer.
+      ConfigError: A worker's file does not fit this model and optimizer, or the run was saved within a round and has
+        another division.
     """
     rounds.start()
+    if max(saved_parts, rounds.parts.workers) > 1:
+        first = read(0)
+        divided_alike = first.get(_PREFIX + "division") == _division(rounds.model_variables)
+        if not (divided_alike and (saved_workers, saved_parts) == (rounds.workers, rounds.parts.workers)):
+            return None, _begin_divided_otherwise(rounds, saved_workers * saved_parts, saved_parts, first)
     if saved_workers == rounds.workers:
-        own = _checked(rounds, read(rounds.worker), rounds.worker)
+        own = _checked(rounds, read(rank), rank)
         pending, weight, _ = own["round"].tolist()
         rounds.restore(own, same_workers=True)
         for variable, value in zip(rounds.kept, _group(own, "kept"), strict=True):
@@ -82,6 +102,28 @@ def restore(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]
             return None, ""
         return LossScale(tf.constant(scale[0], tf.float32), tf.constant(int(scale[1]), tf.int32)), ""
     return None, _end_for_all(rounds, saved_workers, read)
+
+
+def _begin_divided_otherwise(rounds: AnyRounds, workers: int, parts: int, first: Arrays) -> str:
+    """Begins a round from what the checkpoint itself has."""
+    pending, _, _ = first[_PREFIX + "round"].tolist()
+    if pending:
+        held = f", {parts} of which held a replica between them" if parts > 1 else ", each of which had whole replicas"
+        raise ConfigError(
+            f"the checkpoint was written within a round of {workers} workers{held}: their own weights fit only "
+            "the same --mesh on the same workers. Resume with these, or start in another workdir with --warm_start."
+        )
+    rounds.restore({name.removeprefix(_PREFIX): array for name, array in first.items()}, same_workers=False)
+    return "the model is divided in another way: all workers begin with the inner optimizer of the first replica"
+
+
+def _division(variables: Sequence[keras.Variable]) -> int:
+    """Returns a digest of how a replica divides the variables, the same on all its workers."""
+    facts = []
+    for variable in variables:
+        held = held_by(variable)
+        facts.append((shape_of(variable), held.ranks if held else (), held.split if held else split_of(variable)))
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
 
 
 def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:
@@ -130,10 +172,10 @@ def _checked(rounds: AnyRounds, saved: Arrays, worker: int) -> dict[str, np.ndar
     fits = row is not None and row.shape == (3,) and bool(np.isfinite(row).all())
     if fits and row is not None:
         expected = {"kept": rounds.kept}
-        expected |= {"optimizer": rounds.inner.variables} if worker else {}
+        expected |= {"optimizer": rounds.inner.variables} if worker // rounds.parts.workers else {}
         expected |= {"inner": rounds.model_variables} if row[0] else {}
         fits = all(
-            [value.shape for value in _group(arrays, name)] == [*map(shape_of, variables)]
+            [value.shape for value in _group(arrays, name)] == [*map(shape_here, variables)]
             for name, variables in expected.items()
         )
     if not fits:

@@ -23,7 +23,7 @@ from tfpar.outer.local.fragments import FragmentExchange
 from tfpar.outer.local.lost import LostWorkers
 from tfpar.outer.local.programs import FragmentPrograms
 from tfpar.outer.local.rounds import STEP_BYTES, RoundReport
-from tfpar.outer.local.weights import Tensors, TwoSets
+from tfpar.outer.local.weights import WHOLE, Tensors, TwoSets
 
 import keras
 import numpy as np
@@ -82,7 +82,7 @@ class Streaming:
     ) -> None:
         self.steps, self.pending = options.local_steps, 0
         self.pace, self.seconds = None, 0.0  # --local_steps=auto and --round_seconds are refused
-        self.worker, self.workers = worker, workers
+        self.worker, self.workers, self.parts = worker, workers, WHOLE
         self.inner, self.kept = inner, list(kept)
         self._options, self._exchange = options, exchange
         self.state_count = len(state)

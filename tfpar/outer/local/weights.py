@@ -8,18 +8,53 @@ a copy: an assignment passes a buffer on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfpar.parallel.pipeline.devices import beside
-from tfpar.parallel.split import assign_whole, copies_of_replica, copy_beside, split_of, whole_here
+from tfpar.parallel.split import (
+    assign_whole,
+    copies_of,
+    copy_beside,
+    counted_copies,
+    peers_of,
+    split_of,
+    whole_here,
+)
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How a replica that trains independently is divided over programs and workers.
+
+    Attributes:
+      programs: Programs that the strategy runs on this worker for a replica; several if a model axis divides its
+        weights.
+      workers: Number of workers that hold a replica between them, with consecutive ranks.
+      counts_whole: Whether this worker counts the weights that are not divided, as one of those that divide the same
+        layers does.
+      own_variables: Whether workers create different variables, because they have different stages of a pipeline.
+    """
+
+    programs: int = 1
+    workers: int = 1
+    counts_whole: bool = True
+    own_variables: bool = False
+
+    def scope(self, strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
+        """Returns the scope in which weights beside those of the model are created."""
+        return contextlib.nullcontext() if self.own_variables else strategy.scope()
+
+
+WHOLE = Parts()
 
 
 class TwoSets:
@@ -29,6 +64,7 @@ class TwoSets:
       weights: The model's trainable weights, created under the strategy.
       state: The model's state that workers average: floating-point variables, such as batch statistics.
       strategy: The running strategy.
+      parts: How a replica is divided.
 
     Attributes:
       model: The model's variables: weights, then state.
@@ -38,12 +74,16 @@ class TwoSets:
     """
 
     def __init__(
-        self, weights: Sequence[keras.Variable], state: Sequence[keras.Variable], strategy: tf.distribute.Strategy
+        self,
+        weights: Sequence[keras.Variable],
+        state: Sequence[keras.Variable],
+        strategy: tf.distribute.Strategy,
+        parts: Parts = WHOLE,
     ) -> None:
-        self._strategy = strategy
+        self._strategy, self._parts = strategy, parts
         self.model = [*weights, *state]
         self.count = len(weights)
-        with strategy.scope():
+        with parts.scope(strategy):
             self.outer = [copy_beside(each, f"outer_{each.path.replace('/', '_')}") for each in self.model]
         self.shown = False
         self._swap = function(self._swap_all)
@@ -77,21 +117,26 @@ class TwoSets:
         self.shown = not self.shown
 
     def moved(self) -> float:
-        """Returns the L2 norm of the movement of this worker's weights; not finite if a weight or a state is not."""
+        """Returns the L2 norm of the movement of the weights that this worker counts; not finite if one of them or a
+        state is not."""
         return float(self._norm().numpy())
 
     def inner_values(self) -> list[np.ndarray]:
-        """Returns copies of this worker's own weights and state."""
-        return [*map(whole_here, self.outer if self.shown else self.model)]
+        """Returns copies of this worker's own weights and state; see `value_here`."""
+        return [*map(value_here, self.outer if self.shown else self.model)]
 
     def outer_values(self) -> list[np.ndarray]:
         """Returns copies of the outer weights and state."""
         return [*map(whole_here, self.model if self.shown else self.outer)]
 
     def assign_here(self, variable: keras.Variable, value: Any) -> None:
-        """Assigns a whole value to this worker's copies of a variable, or to the parts of its devices."""
+        """Assigns a result of `value_here` to this worker's copies of a variable, or to the parts of its devices."""
         if split_of(variable):
-            assign_whole(variable, value)
+            if peers_of(variable):
+                for part, own in zip(copies_of(variable), value, strict=True):
+                    part.assign(tf.cast(own, part.dtype))
+            else:
+                assign_whole(variable, value)
             return
         for copy in self._strategy.experimental_local_results(variable.value):
             copy.assign(tf.cast(value, copy.dtype))
@@ -109,10 +154,11 @@ class TwoSets:
         return l2_norm(weights) + 0.0 * l2_norm(state)
 
     def _moved(self, first: int, end: int) -> Tensors:
-        """The movements of the variables with these numbers on the first replica, by parts."""
+        """The movements of the variables with these numbers that this worker counts, by parts."""
         moved = []
-        for model, outer in zip(self.model[first:end], self.outer[first:end], strict=True):
-            for pair in zip(copies_of_replica(model), copies_of_replica(outer), strict=True):
+        for each in zip(self.model[first:end], self.outer[first:end], strict=True):
+            model, outer = (counted_copies(one, counts_whole=self._parts.counts_whole) for one in each)
+            for pair in zip(model, outer, strict=True):
                 new, old = (copy.read_value() for copy in pair)
                 with beside(new):
                     moved.append(tf.cast(new, tf.float32) - tf.cast(old, tf.float32))
@@ -132,6 +178,22 @@ class TwoSets:
         for source, target in zip(sources, targets, strict=True):
             for value, copy in zip(local(source.value), local(target.value), strict=True):
                 copy.assign(value.read_value())
+
+
+def value_here(variable: keras.Variable) -> np.ndarray:
+    """Returns a copy of the value of a variable; if several workers have its parts, those of this worker's devices:
+    `[devices, ...]`."""
+    if peers_of(variable):
+        return np.stack([copy.numpy() for copy in copies_of(variable)])
+    return whole_here(variable)
+
+
+def shape_here(variable: keras.Variable) -> tuple[int, ...]:
+    """Returns the shape of `value_here`."""
+    if peers_of(variable):
+        return (len(copies_of(variable)), *variable.shape)
+    split = split_of(variable)
+    return split.whole_shape(tuple(variable.shape)) if split else tuple(variable.shape)
 
 
 def function(called: Callable[..., Any]) -> Any:

@@ -8,7 +8,7 @@ from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
-from tfpar.outer.local import AnyRounds, FragmentExchange, Rounds, Streaming
+from tfpar.outer.local import AnyRounds, FragmentExchange, Parts, Rounds, Streaming
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import frozen_weights
@@ -55,11 +55,16 @@ def build_rounds(
         elif not is_seed_state(variable) and id(variable) not in constant:
             kept.append(variable)
     variables = config.outer, model.trainable_variables, state, kept
-    where: dict[str, Any] = {"strategy": strategy, "worker": max(topology.worker, 0), "workers": topology.workers}
+    where: dict[str, Any] = {"strategy": strategy, "worker": topology.data_worker, "workers": topology.data_workers}
     if isinstance(exchange, FragmentExchange):
         return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
-    programs = len(strategy.extended.worker_devices) // topology.local_replicas
-    return Rounds(*variables, inner=optimizer, exchange=exchange, programs=programs, **where)
+    parts = Parts(
+        programs=len(strategy.extended.worker_devices) // topology.local_replicas,
+        workers=topology.replica_workers,
+        counts_whole=topology.model_part == 0,
+        own_variables=topology.pipeline_spans_workers,
+    )
+    return Rounds(*variables, inner=optimizer, exchange=exchange, parts=parts, **where)
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:

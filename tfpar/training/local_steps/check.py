@@ -65,12 +65,11 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
 
 def _check_mesh(flag: str, config: ExperimentConfig, topology: Topology) -> None:
     outer = config.outer
-    if topology.replica_workers > 1:
+    if topology.replica_workers > 1 and outer.round_seconds:
         raise ConfigError(
-            f"{flag} does not work with --mesh={config.strategy.mesh} on these workers: a worker trains by itself with "
-            f"whole replicas, and here it has a part of one. Give each worker all {topology.mesh.devices_of_replica} "
-            f"devices of a replica (--devices={topology.mesh.devices_of_replica}; GPUs must be there), or leave one of "
-            "them out."
+            f"{flag} does not work with --mesh={config.strategy.mesh} on these workers: {topology.replica_workers} of "
+            "them hold a replica between them and take every step together, so that none can take more than another. "
+            "Use --local_steps=50."
         )
     if outer.streams and topology.mesh.devices_of_replica > 1:
         given = {"outer_fragments": outer.outer_fragments > 1, "outer_delay": outer.outer_delay > 0}

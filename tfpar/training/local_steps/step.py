@@ -1,4 +1,7 @@
-"""The training steps of a worker that trains by itself: its replicas exchange gradients, workers do not."""
+"""The training steps of a worker that trains by itself: its replicas exchange gradients, workers do not.
+
+Workers that hold a replica between them train together, without the workers of other replicas.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tfpar.exchange import DevicesOfReplica, Exchange
 from tfpar.exchange.reducer import reduce_per_worker
 from tfpar.training.core import Core
 from tfpar.training.objective import Tensors
+from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersStep
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineStep
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
@@ -48,13 +52,14 @@ class LocalStep(TrainStep):
         within = Exchange("none")
         alone = world_group(1, 0, device)
         within.build(core.model.trainable_variables, strategy=strategy, group=alone, per_device=per_device)
-        self._device = device
+        self._device, self._parts = device, per_device.parts if per_device else 1
         super().__init__(core, optimizer, within, strategy, **options)
 
     @property
     def replicas(self) -> int:
-        """Programs of this worker that move together: one for each device of the model axis of its replicas."""
-        return len(self.strategy.extended.worker_devices)
+        """Programs that move together, of this worker and those that share its replica: one for each device of the
+        model axis of its replicas."""
+        return len(self.strategy.extended.worker_devices) * self._parts
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         sums = self._denominators(params, state, batch)
@@ -64,7 +69,7 @@ class LocalStep(TrainStep):
 
 
 class LocalDividedStep(DividedStep, LocalStep):
-    """A `LocalStep` of replicas whose layers are divided over devices of this worker."""
+    """A `LocalStep` of replicas whose layers are divided over devices of this worker, or of several."""
 
 
 class LocalPipelineStep(PipelineStep, LocalStep):
@@ -75,11 +80,21 @@ class LocalDividedPipelineStep(DividedPipelineStep, LocalStep):
     """A `LocalStep` of pipelines whose layers are divided as well."""
 
 
+class LocalOverWorkersStep(OverWorkersStep, LocalStep):
+    """A `LocalStep` of a pipeline over several workers."""
+
+
+class LocalDividedOverWorkersStep(DividedOverWorkersStep, LocalStep):
+    """A `LocalStep` of a pipeline over several workers whose layers are divided as well."""
+
+
 _LOCAL: Mapping[Any, type[LocalStep]] = {
     TrainStep: LocalStep,
     DividedStep: LocalDividedStep,
     PipelineStep: LocalPipelineStep,
     DividedPipelineStep: LocalDividedPipelineStep,
+    OverWorkersStep: LocalOverWorkersStep,
+    DividedOverWorkersStep: LocalDividedOverWorkersStep,
 }
 
 

@@ -88,7 +88,7 @@ class LoopRounds:
     ) -> tuple[Interval, np.ndarray]:
         """Counts this worker's steps, and joins the reports of all workers; see `joined_reports`."""
         self._began_waiting = time.perf_counter()
-        joined, rows, weights = joined_reports(own, divisors, row, agreement)
+        joined, rows, weights = joined_reports(own, divisors, row, agreement, self._rounds.parts.workers)
         self._rounds.note(len(own.losses), weights)
         if self._rounds.pace:
             self._rounds.pace.note_steps(len(own.losses), float(rows[:, 0].mean()))

@@ -227,7 +227,9 @@ class RunFiles:
         if rounds is None:
             return None
         read = functools.partial(self._checkpointer.exchange_state, checkpoint.step)
-        scale, message = local.restore(rounds, run["workers"], read)
+        apart = run.get("replica_workers", 1)
+        rank = max(self._program.topology.worker, 0)
+        scale, message = local.restore(rounds, run["workers"] // apart, apart, read, rank)
         if message:
             self._message(message)
         return scale

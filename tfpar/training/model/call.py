@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel import weight_shards
-from tfpar.parallel.split import held_by, split_of
+from tfpar.parallel.held import held_by
+from tfpar.parallel.split import split_of
 
 import keras
 import tensorflow as tf

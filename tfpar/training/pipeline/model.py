@@ -12,11 +12,12 @@ from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.division import Split
+from tfpar.parallel.held import Held
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_at, cut_evenly
 from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
+from tfpar.parallel.split import hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.between_workers import PipelineWorker

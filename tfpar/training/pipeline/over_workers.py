@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.parallel.held import held_by
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
-from tfpar.parallel.split import held_by
 from tfpar.training import sidecar
 from tfpar.training.model.call import call_model, depends_on
 from tfpar.training.norms import squared_norm

@@ -11,11 +11,12 @@ from tfpar import models
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import DevicesOfReplica, places_in_turn
 from tfpar.parallel import strategies
+from tfpar.parallel.held import held_by
 from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
-from tfpar.parallel.split import held_by, split_of
+from tfpar.parallel.split import split_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of

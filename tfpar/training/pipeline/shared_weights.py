@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from tfpar.collectives.tensorflow import run_unordered
-from tfpar.parallel.split import Held
+from tfpar.parallel.held import Held
 from tfpar.training.pipeline.between_workers import Messages
 
 import tensorflow as tf

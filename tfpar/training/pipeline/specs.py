@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.held import Held, held_by
 from tfpar.parallel.model_axis import ModelAxis, at_no_place
-from tfpar.parallel.split import Held, held_by
 from tfpar.training.pipeline.graph import GraphStep, Values, run_steps
 
 import keras

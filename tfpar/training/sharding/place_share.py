@@ -15,7 +15,8 @@ from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.shards import Piece, ShardedVector, by_tensor, evenly
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel.division import Split
-from tfpar.parallel.split import copies_of, held_by, ranks_here, shape_of, split_of
+from tfpar.parallel.held import held_by
+from tfpar.parallel.split import copies_of, ranks_here, shape_of, split_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sharding.saved import Part
