@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
-from tfpar.exchange import Exchange, buckets
+from tfpar.exchange import DevicesOfReplica, Exchange, buckets
 from tfpar.exchange import spec as specs
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.per_device import groups_of_places
 from tfpar.exchange.reducer import LocalReducer, SharedMemoryReducer
 
 import numpy as np
@@ -175,3 +176,18 @@ def test_gradients_are_kept_only_for_the_steps_that_are_compared():
         assert kept == (-total if step in (0, 3) else 0.0)
     size = 4 * shape.num_elements()
     assert [round(min(found) / size) for found in peaks.values()] == [2, 1, 1, 2]
+
+
+def test_groups_of_places_tell_devices_apart():
+    """TensorFlow keeps the devices of a group until the process ends, and another model has other places."""
+    devices = [f"/job:worker/replica:0/task:0/device:CPU:{index}" for index in range(3)]
+
+    def members(*numbers: int, part: int = 0) -> list[tuple[int, ...]]:
+        of_places = [devices[number] for number in numbers]
+        places = DevicesOfReplica([[index] for index in numbers], [0] * len(numbers), of_places, parts=2, part=part)
+        return [group.members for group in groups_of_places(world_group(2, 0), strategy_of(1), places)[1]]
+
+    first, second, third = members(0, 1, 2)
+    assert len({*first, *second, *third}) == 6
+    assert members(2, 2, 0) == [third, third, first]
+    assert not {*members(0, part=1)[0]} & {*first, *second, *third}

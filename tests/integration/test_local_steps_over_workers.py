@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from tests.integration.test_local_steps import INT4, ROUNDS, Case, assert_close, on_workers
+from tests.integration.test_local_steps import INT4, ROUNDS, STREAMED, Case, assert_close, on_workers
 from tests.integration.test_multi_worker import launch
 
 import numpy as np
@@ -17,13 +17,16 @@ MODEL = {"mesh": "data:2,model:2", "devices": 1, "pair": True}
 PIPELINE = {"mesh": "data:2,pipeline:2", "devices": 1, "pair": True}
 ENCODED = {**INT4, "exchange": "int4:min_elements=64"}
 PLAIN = {"local_steps": 4, "outer_optimizer": "nesterov"}
+FRAGMENTS = {**ROUNDS, "outer_fragments": 2, "outer_delay": 1, "outer_own_share": 0.3}
 
 
 def cases_of(folder: pathlib.Path, mesh: dict[str, Any], **more: dict[str, Any]) -> dict[str, Case]:
     """The cases of both meshes, and more."""
-    left = {**ENCODED, **mesh, "workdir": str(folder / "left")}
-    own = {"rounds": ROUNDS | mesh, "whole": ENCODED | mesh, "stopped": left | {"stop_after": 6}, "resumed": left}
-    return on_workers(folder, {**own, **{name: {**mesh, **options} for name, options in more.items()}}, WORKERS)
+    cases = {"rounds": ROUNDS, "fragments": FRAGMENTS, **more}
+    for name, encoded in (("", ENCODED), ("streamed_", {**STREAMED, **ENCODED})):
+        left = {**encoded, "workdir": str(folder / f"{name}left")}
+        cases |= {f"{name}whole": encoded, f"{name}stopped": left | {"stop_after": 6}, f"{name}resumed": left}
+    return on_workers(folder, {name: {**mesh, **options} for name, options in cases.items()}, WORKERS)
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +40,34 @@ def divided(tmp_path_factory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def whole_replicas(tmp_path_factory) -> Case:
+def whole_replicas(tmp_path_factory) -> dict[str, Case]:
     """Two workers with a replica each."""
-    return on_workers(tmp_path_factory.mktemp("whole"), {"rounds": ROUNDS})["rounds"]
+    return on_workers(tmp_path_factory.mktemp("whole"), {"rounds": ROUNDS, "fragments": FRAGMENTS})
 
 
-def check(found: dict[str, Case], expected: Case) -> None:
-    assert_close(found["rounds"].weights, expected.weights, 1e-4)
-    assert found["rounds"].summary["rounds"] == expected.summary["rounds"] == 4
-    for mine, theirs in zip(found["rounds"].workers[0]["seen"], expected.workers[0]["seen"], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0.0, atol=1e-4)  # the outer weights, also within a round
-    assert found["rounds"].summary["eval"]["loss"] == pytest.approx(expected.summary["eval"]["loss"], rel=1e-4)
-    assert found["rounds"].summary["train_loss"] == pytest.approx(expected.summary["train_loss"], rel=1e-4)
-    assert found["resumed"].summary["params_sha256"] == found["whole"].summary["params_sha256"]
-    for name in found["whole"].weights:
-        for worker in range(WORKERS):
-            mine, theirs = (found[case].workers[worker][name] for case in ("resumed", "whole"))
-            np.testing.assert_array_equal(mine, theirs, err_msg=name)
-            np.testing.assert_array_equal(mine, found["whole"].workers[0][name], err_msg=name)
+def check(divided: dict[str, Case], whole: dict[str, Case]) -> None:
+    for kind in ("rounds", "fragments"):
+        found, expected = divided[kind], whole[kind]
+        assert_close(found.weights, expected.weights, 1e-4)
+        assert found.summary["rounds"] == expected.summary["rounds"] == 4
+        for mine, theirs in zip(found.workers[0]["seen"], expected.workers[0]["seen"], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0.0, atol=1e-4)  # the outer weights, also within a round
+        assert found.summary["eval"]["loss"] == pytest.approx(expected.summary["eval"]["loss"], rel=1e-4)
+        assert found.summary["train_loss"] == pytest.approx(expected.summary["train_loss"], rel=1e-4)
+    for kind in ("", "streamed_"):
+        resumed, at_once = divided[f"{kind}resumed"], divided[f"{kind}whole"]
+        assert resumed.summary["params_sha256"] == at_once.summary["params_sha256"]
+        for name in at_once.weights:
+            for worker in range(WORKERS):
+                mine, theirs = (case.workers[worker][name] for case in (resumed, at_once))
+                np.testing.assert_array_equal(mine, theirs, err_msg=name)
+                np.testing.assert_array_equal(mine, at_once.workers[0][name], err_msg=name)
 
 
 @pytest.mark.cluster
 def test_workers_that_divide_layers_between_them(divided, whole_replicas):
-    """With an outer optimizer and clipping; with int4, a run that resumes within a round has the same bits."""
+    """With an outer optimizer and clipping, with and without fragments; with int4, a run that resumes within a round,
+    while a fragment travels, has the same bits."""
     check(divided, whole_replicas)
 
 

@@ -11,7 +11,7 @@ from tfpar.cluster import detect
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.outer.local import Rounds
 from tfpar.parallel.split import split_of, whole
-from tfpar.parallel.topology import choose_topology
+from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.training.local_steps.check import check_local_steps
 
 import numpy as np
@@ -44,6 +44,20 @@ def test_weights_of_whole_replicas(mesh, devices, model):
     for name, value in divided.weights_of(found).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
     assert found.results["rounds"] == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "model"),
+    [("data:2,model:2", 4, "language_model"), ("data:2,pipeline:2", 4, "shared_layer"), ("model:2", 2, "dense")],
+)
+def test_fragments_of_divided_weights(mesh, devices, model):
+    """With a delay, an outer optimizer, and a share of the worker's own weights."""
+    options = {"local_steps": 4, "outer_fragments": 2, "outer_delay": 1, "outer_own_share": 0.3, "steps": 14}
+    found = divided.here("mirrored", mesh, devices, model=model, **options)
+    expected = weights_of_whole_replicas(model, **options)
+    for name, value in divided.weights_of(found).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert found.results["rounds"] == 4
 
 
 @pytest.mark.parametrize("kind", ["nesterov", "adam"])
@@ -80,9 +94,11 @@ def test_norms_count_every_weight_once(mesh):
         np.testing.assert_allclose(whole(weight), value + 0.5, rtol=1e-5, atol=1e-6, err_msg=weight.path)
 
 
-def test_a_mean_movement_is_applied_to_the_parts():
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_mean_movement_is_applied_to_the_parts(fragments):
     """As after a run of another number of workers."""
-    rounds = divided.here("mirrored", "data:2,model:2", 4, steps=5, **ROUNDS).program.rounds
+    options = {**ROUNDS, "outer_fragments": fragments}
+    rounds = divided.here("mirrored", "data:2,model:2", 4, steps=5, **options).program.rounds
     weights = rounds.model_variables[: len(rounds.model_variables) - rounds.state_count]
     generator = np.random.default_rng(0)
     before = [whole(weight) for weight in weights]
@@ -91,6 +107,13 @@ def test_a_mean_movement_is_applied_to_the_parts():
     for weight, old, moved in zip(weights, before, movement, strict=True):
         for replica in range(2 if split_of(weight) else 1):
             np.testing.assert_allclose(whole(weight, replica), old - moved, rtol=1e-6, atol=1e-6, err_msg=weight.path)
+
+
+def test_fragments_on_a_mesh_of_gpus_are_refused():
+    config = ExperimentConfig.from_flat_dict({"mesh": "model:2", "local_steps": 5, "outer_delay": 2})
+    topology = Topology(name="mirrored", model_devices=2, device_type="GPU")
+    with pytest.raises(ConfigError, match=r"--outer_delay=2 does not work with --mesh=model:2 on GPUs"):
+        check_local_steps(config, topology)
 
 
 def test_workers_with_a_part_of_a_replica_take_steps_together():

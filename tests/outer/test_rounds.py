@@ -124,10 +124,6 @@ def test_lost_weights_are_taken_back_and_end_the_run_the_third_time(caplog):
         ({"strategy": "one_device", "shard": "optimizer"}, "--local_steps=5 does not work with --shard=optimizer"),
         ({"ema": 0.9}, "--local_steps=5 does not work with --ema=0.9"),
         ({"exchange": "topk:0.01,momentum=0.9"}, "does not work with momentum or a ramp in --exchange=topk"),
-        (
-            {"mesh": "model:2", "devices": 2, "strategy": "mirrored", "outer_fragments": 2},
-            "--outer_fragments=2 does not work with --mesh=model:2",
-        ),
     ],
 )
 def test_what_cannot_have_local_steps_is_refused_by_name(options, message):

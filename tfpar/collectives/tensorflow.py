@@ -284,15 +284,15 @@ def device_group(members: Sequence[int], number: int, device: str, workers: Sequ
     return TensorFlowGroup(ranks, rank, is_gpu(device))
 
 
-def group_of_place(place: int, workers: Group, device: str) -> Group:
+def group_of_place(number: int, workers: Group, device: str) -> Group:
     """The group of the devices that have the same place in a replica of each worker. Its calls run on this worker's.
 
     Args:
-      place: Place of the devices in their replicas; not the same for two groups of workers.
+      number: Number of the devices in their replicas; not the same for other devices or another group of workers.
       workers: Group of the workers.
       device: Name of this worker's device.
     """
-    first = _FIRST_OF_PLACE + place * workers.size
+    first = _FIRST_OF_PLACE + number * workers.size
     return _group(tuple(range(first, first + workers.size)), workers.rank, workers.members, device)
 
 

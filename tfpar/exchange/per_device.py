@@ -27,7 +27,7 @@ import tensorflow as tf
 
 # Of the state of one place's exchange, where a worker has whole replicas, or one of several parts.
 _NAME = re.compile(r"(part_of_(\d+x)?\d+_)?device_\d+(?=/)")
-_PLACES_OF_PART = 1 << 10  # numbers that the places of one worker may have
+_DEVICES_OF_PART = 1 << 10  # numbers that the devices of one worker may have
 _PARTS = "parts"  # of a place in an export: a digest of what it exchanges
 _DECISIVE = 2  # scalars at the front of a sidecar that decide whether the step is applied
 
@@ -348,8 +348,11 @@ def groups_of_places(
     """
     running = strategy.extended.worker_devices
     devices = [*(replica.devices or [running[program] for program in replica.programs])]
-    numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
-    return devices, [group_of_place(place, group, device) for place, device in numbered]
+    # By device, not by place: TensorFlow keeps the devices of a group until the process ends, and the places of the
+    # next model, or of a fragment of it, may be on other devices.
+    of_device = [tf.DeviceSpec.from_string(device).device_index or 0 for device in devices]
+    numbered = zip([replica.part * _DEVICES_OF_PART + index for index in of_device], devices, strict=True)
+    return devices, [group_of_place(number, group, device) for number, device in numbered]
 
 
 def per_device_reducer(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tfpar.outer.local.fragments import FragmentExchange, exchange_of
+from tfpar.outer.local.parts import Parts
 from tfpar.outer.local.rounds import RoundReport, Rounds
 from tfpar.outer.local.streaming import Streaming
-from tfpar.outer.local.weights import Parts
 
 AnyRounds = Rounds | Streaming
 

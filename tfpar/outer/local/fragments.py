@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.exchange import Exchange, Traffic
+from tfpar.exchange import DevicesOfReplica, Exchange, Traffic
+from tfpar.parallel.split import whole_elements
 
 import keras
 import numpy as np
@@ -50,7 +51,7 @@ def divide(weights: Sequence[keras.Variable], fragments: int) -> list[tuple[int,
             f"--outer_fragments={fragments}: the model has only {len(layers)} layers with trainable weights, and a "
             f"fragment is at least one. Use --outer_fragments={len(layers)} or less."
         )
-    sizes = [sum(weights[index].value.shape.num_elements() for index in layer) for layer in layers]
+    sizes = [whole_elements([weights[index] for index in layer]) for layer in layers]
     ends = np.cumsum(sizes)
     bounds = [0]
     for number in range(1, fragments):
@@ -89,10 +90,12 @@ class FragmentExchange(Exchange):
           ConfigError: The model has fewer layers than fragments.
         """
         options.pop("sparse", None)
+        replica = options.pop("per_device", None)
         self.fragments = divide(variables, self._count)
         self.parts = [Exchange(self.spec) for _ in self.fragments]
         for part, places in zip(self.parts, self.fragments, strict=True):
-            part.build([variables[place] for place in places], **options)
+            own = _of_fragment(replica, places) if replica else None
+            part.build([variables[place] for place in places], per_device=own, **options)
 
     def start(self, exchange: Callable[[], Any]) -> concurrent.futures.Future[Any]:
         """Runs an exchange in the background, after the exchanges that were started earlier."""
@@ -152,6 +155,23 @@ class FragmentExchange(Exchange):
             sum(getattr(one, f"{name}_bytes") for one in every) for name in ("payload", "wire", "dense")
         )
         return Traffic(every[0].codec, every[0].pattern, payload, wire, dense)
+
+
+def _of_fragment(replica: DevicesOfReplica, fragment: Sequence[int]) -> DevicesOfReplica:
+    """Returns how the devices of a replica divide the variables of a fragment, numbered within it."""
+    numbers = {index: number for number, index in enumerate(fragment)}
+    indices = [[numbers[index] for index in own if index in numbers] for own in replica.indices]
+    kept = [place for place, own in enumerate(indices) if own or place == 0]  # the first also sends the vector
+
+    def of_kept(values: Sequence[Any]) -> list[Any]:
+        return [values[place] for place in kept]
+
+    return replica._replace(
+        indices=of_kept(indices),
+        programs=of_kept(replica.programs),
+        devices=of_kept(replica.devices) if replica.devices else (),
+        per_replica=replica.program_count,
+    )
 
 
 def _reader_of(read: Callable[[int], Mapping[str, np.ndarray]], prefix: str) -> Callable[[int], dict[str, np.ndarray]]:

@@ -24,10 +24,10 @@ from tfpar.optim.pure_update import pure_apply
 from tfpar.outer import optimizers
 from tfpar.outer.local.lost import LostWorkers
 from tfpar.outer.local.pace import TRIAL_STEPS, Pace
-from tfpar.outer.local.weights import WHOLE, Parts, Tensors, TwoSets, function, squared_norm
+from tfpar.outer.local.parts import WHOLE, Parts, Tensors, by_program
+from tfpar.outer.local.weights import TwoSets, function
 from tfpar.parallel import replica
 from tfpar.parallel.pipeline.devices import beside, call_beside
-from tfpar.parallel.split import counted_copies, ranks_here, split_of
 
 import keras
 import numpy as np
@@ -205,7 +205,7 @@ class Rounds:
         self.sets.show_inner()
         squared = self.sets.moved() ** 2
         row = np.array([self.weight, squared, 1.0] if math.isfinite(squared) else [0.0, 0.0, 0.0])
-        rows = self._gathered(agreement, row)
+        rows = self.parts.gathered(agreement, row)
         finite = rows[:, :, 2].min(axis=1) > 0.0
         weights, squares = np.where(finite, rows[:, 0, 0], 0.0), rows[:, :, 1].sum(axis=1)
         total = float(weights.sum())
@@ -215,7 +215,7 @@ class Rounds:
         if total > 0.0:
             shares = weights / total
             own = self._end(tf.constant(shares[self.worker], tf.float32)).numpy()
-            summed = self._gathered(agreement, own)[0].sum(axis=0) if self.parts.workers > 1 else own
+            summed = self.parts.gathered(agreement, own)[0].sum(axis=0) if self.parts.workers > 1 else own
             movement, update = np.sqrt(summed).tolist()
             drift = max(float(shares @ squares) - movement**2, 0.0) ** 0.5
             report = RoundReport(drift, movement, update, self.traffic_of_round.wire_bytes)
@@ -225,10 +225,6 @@ class Rounds:
         if not finite[self.worker]:
             self.sets.mend(self.inner.variables)
         return report
-
-    def _gathered(self, agreement: WorkerAgreement, row: np.ndarray) -> np.ndarray:
-        """Rows of all workers: `[k]` to `[workers, parts, k]`."""
-        return np.stack(agreement.gather_arrays(row)).reshape(self.workers, self.parts.workers, len(row))
 
     @property
     def traffic_of_round(self) -> Traffic:
@@ -257,8 +253,9 @@ class Rounds:
           movement: The mean of `outer - inner` over the workers, for each weight.
           state: The new value of each state.
         """
-        values = [*map(tf.constant, state)]
-        function(lambda: self._strategy.run(lambda: self._apply(self._own_parts(movement), values)))()
+        values = [by_program(*pair, self.parts.programs) for pair in zip(self._weights, movement, strict=True)]
+        mean = self.parts.distributed(self._strategy, values)
+        function(lambda: self._strategy.run(self._apply, args=(mean, [*map(tf.constant, state)])))()
         self.done += 1
 
     def inner_values(self) -> list[np.ndarray]:
@@ -303,9 +300,8 @@ class Rounds:
     def _exchange_and_apply(self, share: tf.Tensor) -> tf.Tensor:
         """Exchanges and applies the movements; returns the squared norms of mean movement and update, float32 `[2]`, of
         the weights that this worker counts."""
-        squares = self._strategy.experimental_local_results(self._strategy.run(self._on_replica, args=(share,)))
-        divided = tf.add_n([each[1] for each in squares[: self.parts.programs]])
-        return squares[0][0] + divided
+        results = self._strategy.run(self._on_replica, args=(share,))
+        return self.parts.summed_squares(self._strategy.experimental_local_results(results))
 
     def _on_replica(self, share: tf.Tensor) -> tf.Tensor:
         # The exchange sums over the replicas of a worker, which have the same values.
@@ -338,25 +334,8 @@ class Rounds:
         variables = [*self.model_variables, *self.outer_variables, *self.optimizer.variables]
         values = [*new, *state, *new, *state, *slots]
         changes = [call_beside(tf.subtract, *pair) for pair in zip(new, old, strict=True)]
-        norms = tf.transpose(tf.stack([self._squares(mean), self._squares(changes)]))
+        norms = tf.transpose(tf.stack([self.parts.squares(each, self._weights) for each in (mean, changes)]))
         with tf.control_dependencies([norms]):
             stored = replica.assign(replica.own(variables), values)
         with tf.control_dependencies(stored):
             return tf.identity(norms)
-
-    def _squares(self, tensors: Tensors) -> tf.Tensor:
-        """The squared norms of what belongs to whole and to divided weights that this worker counts, float32 `[2]`."""
-        kinds: tuple[Tensors, Tensors] = [], []
-        for weight, tensor in zip(self._weights, tensors, strict=True):
-            if counted_copies(weight, counts_whole=self.parts.counts_whole):
-                kinds[split_of(weight) is not None].append(tensor)
-        return tf.stack([squared_norm(kind) for kind in kinds])
-
-    def _own_parts(self, values: Sequence[np.ndarray]) -> Tensors:
-        """The parts of whole values, one for each weight, that this device has."""
-        device = replica.static_replica_id() % self._running
-        parts = []
-        for weight, value in zip(self._weights, values, strict=True):
-            split = split_of(weight)
-            parts.append(tf.constant(split.part(value, ranks_here(weight)[device]) if split else value))
-        return parts

@@ -16,9 +16,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
+from tfpar.outer.local.parts import shape_here, value_here
 from tfpar.outer.local.rounds import Rounds
 from tfpar.outer.local.streaming import Streaming
-from tfpar.outer.local.weights import shape_here, value_here
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import shape_of, split_of, whole_here
 from tfpar.precision import LossScale

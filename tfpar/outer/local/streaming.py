@@ -21,9 +21,10 @@ from tfpar.exchange import Traffic
 from tfpar.outer import optimizers
 from tfpar.outer.local.fragments import FragmentExchange
 from tfpar.outer.local.lost import LostWorkers
-from tfpar.outer.local.programs import FragmentPrograms
+from tfpar.outer.local.parts import WHOLE, Parts, Tensors, by_program, joined
+from tfpar.outer.local.programs import FragmentPrograms, Summed
 from tfpar.outer.local.rounds import STEP_BYTES, RoundReport
-from tfpar.outer.local.weights import WHOLE, Tensors, TwoSets
+from tfpar.outer.local.weights import TwoSets
 
 import keras
 import numpy as np
@@ -36,12 +37,12 @@ class _RunningExchange:
 
     Attributes:
       due: The step at which it is applied.
-      result: Tensors: the mean movement of each weight and, in the last fragment, each state; and the vector of the
+      result: The mean movement of each weight and, in the last fragment, each state, by program; and the vector of the
         other sums.
     """
 
     due: int
-    result: concurrent.futures.Future[Tensors]
+    result: concurrent.futures.Future[Summed]
 
 
 class Streaming:
@@ -57,6 +58,7 @@ class Streaming:
       strategy: See `Rounds`.
       worker: See `Rounds`.
       workers: See `Rounds`.
+      parts: See `Rounds`.
 
     Attributes:
       fragments: Number of fragments, P.
@@ -79,14 +81,15 @@ class Streaming:
         strategy: tf.distribute.Strategy,
         worker: int,
         workers: int,
+        parts: Parts = WHOLE,
     ) -> None:
         self.steps, self.pending = options.local_steps, 0
         self.pace, self.seconds = None, 0.0  # --local_steps=auto and --round_seconds are refused
-        self.worker, self.workers, self.parts = worker, workers, WHOLE
+        self.worker, self.workers, self.parts = worker, workers, parts
         self.inner, self.kept = inner, list(kept)
         self._options, self._exchange = options, exchange
         self.state_count = len(state)
-        self.sets = TwoSets(weights, state, strategy)
+        self.sets = TwoSets(weights, state, strategy, parts)
         self.model_variables = self.sets.model
         self.fragments = len(exchange.fragments)
         self._last = self.fragments - 1
@@ -96,14 +99,12 @@ class Streaming:
         ]
         self._programs = []
         for part, places in enumerate(exchange.fragments):
-            with strategy.scope():
+            with parts.scope(strategy):
                 optimizer = optimizers.build(options, [weights[place] for place in places], f"outer_{part}")
-            model = [self.sets.model[place] for place in self._places[part]]
-            outer = [self.sets.outer[place] for place in self._places[part]]
             self._programs.append(
                 FragmentPrograms(
-                    model,
-                    outer,
+                    self.sets,
+                    self._places[part],
                     len(places),
                     optimizer=optimizer,
                     learning_rate=options.learning_rate,
@@ -111,6 +112,7 @@ class Streaming:
                     strategy=strategy,
                     worker=worker,
                     workers=workers,
+                    parts=parts,
                 )
             )
         self._offsets = [round((part + 1) * self.steps / self.fragments) for part in range(self.fragments)]
@@ -191,16 +193,16 @@ class Streaming:
         """
         self.sets.show_inner()
         due = sorted(part for part, exchange in self._running.items() if exchange.due <= step)
-        reports = [self._finish_exchange(part, step) for part in due]
+        reports = [self._finish_exchange(agreement, part, step) for part in due]
         if finished:
             return [report for report in reports if report] + self.finish(agreement, step)
         for part, offset in enumerate(self._offsets):
             if step % self.steps == offset % self.steps:
                 if part in self._running:  # H has become smaller since its exchange started
-                    reports.append(self._finish_exchange(part, step))
-                self._start_exchange(part, step + self._options.delay)
+                    reports.append(self._finish_exchange(agreement, part, step))
+                self._start_exchange(agreement, part, step + self._options.delay)
                 if self._options.delay == 0:
-                    reports.append(self._finish_exchange(part, step))
+                    reports.append(self._finish_exchange(agreement, part, step))
         return [report for report in reports if report]
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
@@ -213,13 +215,12 @@ class Streaming:
         Raises:
           TrainingError: A worker contributed nothing three times in a row.
         """
-        del agreement
         self.sets.show_inner()
-        reports = [self._finish_exchange(part, step) for part in sorted(self._running)]
+        reports = [self._finish_exchange(agreement, part, step) for part in sorted(self._running)]
         for part in range(self.fragments):
             if self._counts[part].any():
-                self._start_exchange(part, step)
-                reports.append(self._finish_exchange(part, step, own_share=0.0))
+                self._start_exchange(agreement, part, step)
+                reports.append(self._finish_exchange(agreement, part, step, own_share=0.0))
         self.sets.take_back()
         self.pending = 0
         return [report for report in reports if report]
@@ -241,7 +242,7 @@ class Streaming:
         times = [count / steps if steps else 1.0 / self.steps for count in self.applied]
         payload = sum(one.payload_bytes * time for one, time in zip(every, times, strict=True))
         sent = sum(one.wire_bytes * time for one, time in zip(every, times, strict=True))
-        sent += STEP_BYTES * (self.workers - 1)
+        sent += STEP_BYTES * (self.workers * self.parts.workers - 1)
         return Traffic(every[0].codec, every[0].pattern, round(payload), round(sent), dense.dense_bytes)
 
     def apply(self, movement: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
@@ -249,7 +250,7 @@ class Streaming:
         changes = [old - new for old, new in zip(self.sets.outer_values()[len(movement) :], state, strict=True)]
         for part, places in enumerate(self._places):
             values = [movement[place] if place < len(movement) else changes[place - len(movement)] for place in places]
-            self._programs[part].apply([*map(tf.constant, values)], 0.0)
+            self._programs[part].apply(self._by_program(part, values), 0.0)
         self.pending = 0
 
     def inner_values(self) -> list[np.ndarray]:
@@ -274,8 +275,10 @@ class Streaming:
         arrays = {"counts": self._counts.copy(), "applied": np.array(self.applied, np.int64)}
         for part, exchange in self._running.items():
             arrays[f"flight/{part}/due"] = np.array(exchange.due, np.int64)
-            values = exchange.result.result()
-            arrays |= {f"flight/{part}/{number}": value.numpy() for number, value in enumerate(values)}
+            values, vector = exchange.result.result()
+            pairs = zip(self._programs[part].model, values, strict=True)
+            exported = [*(joined(*pair) for pair in pairs), vector.numpy()]
+            arrays |= {f"flight/{part}/{number}": value for number, value in enumerate(exported)}
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], *, same_workers: bool) -> set[int]:
@@ -296,14 +299,20 @@ class Streaming:
         for part in range(self.fragments):
             if f"flight/{part}/due" not in arrays:
                 continue
-            count = len(self._places[part]) + 1
-            future: concurrent.futures.Future[Tensors] = concurrent.futures.Future()
-            future.set_result([tf.constant(arrays[f"flight/{part}/{number}"]) for number in range(count)])
+            count = len(self._places[part])
+            *values, vector = (arrays[f"flight/{part}/{number}"] for number in range(count + 1))
+            future: concurrent.futures.Future[Summed] = concurrent.futures.Future()
+            future.set_result((self._by_program(part, values), tf.constant(vector)))
             self._running[part] = _RunningExchange(int(arrays[f"flight/{part}/due"]), future)
             if not same_workers:
-                self._finish_exchange(part, self._running[part].due, own_share=0.0)
+                self._apply_sums(part, *self._running.pop(part).result.result(), own_share=0.0)
                 landed |= set(self._places[part])
         return landed
+
+    def _by_program(self, part: int, values: Sequence[np.ndarray]) -> list[Tensors]:
+        """Values of a fragment by program, from values here."""
+        pairs = zip(self._programs[part].model, values, strict=True)
+        return [by_program(*pair, self.parts.programs) for pair in pairs]
 
     @property
     def own_share(self) -> float:
@@ -312,28 +321,45 @@ class Streaming:
 
     # The exchange of a fragment.
 
-    def _start_exchange(self, part: int, due: int) -> None:
+    def _start_exchange(self, agreement: WorkerAgreement, part: int, due: int) -> None:
         """Reads the movement of this worker, and starts its exchange."""
-        finite, programs = math.isfinite(self.sets.moved()), self._programs[part]
+        programs = self._programs[part]
+        row = np.array([float(math.isfinite(self.sets.moved())), programs.squared_movement()])
+        own = self._of_replica(agreement, row)
+        finite, squared = bool(own[:, 0].all()), float(own[:, 1].sum())
         total = float(self._counts[part].sum())
         share = self._counts[part, self.worker] / total if total else 1.0 / self.workers
-        given = programs.read(share, gives=finite)
+        given = programs.read(share, squared, gives=finite)
         self._counts[part] = 0.0
         if not finite:
             self.sets.take_back()
             self.sets.mend(self.inner.variables)
         self._running[part] = _RunningExchange(due, self._exchange.start(programs.sums(given)))
 
-    def _finish_exchange(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
+    def _finish_exchange(
+        self, agreement: WorkerAgreement, part: int, step: int, own_share: float | None = None
+    ) -> RoundReport | None:
         """Waits for the exchange of a fragment and applies it; None if no worker contributed."""
-        *values, beside = self._running.pop(part).result.result()
-        total, spread, *flags = beside.numpy().tolist()
-        self._lost.note([worker for worker, flag in enumerate(flags) if not round(flag)], step, "exchange")
-        if total == 0.0:
+        values, vector = self._running.pop(part).result.result()
+        total, spread, *flags = vector.numpy().tolist()
+        lost = [not round(flag) for flag in flags for _ in range(self.parts.workers)]
+        self._lost.note(np.flatnonzero(lost).tolist(), step, "exchange")
+        squares = self._apply_sums(part, values, vector, self.own_share if own_share is None else own_share)
+        if squares is None:
             return None
-        movement, update = self._programs[part].apply(values, self.own_share if own_share is None else own_share)
-        self.applied[part] += 1
+        movement, update = np.sqrt(self._of_replica(agreement, squares).sum(axis=0)).tolist()
         if not (self._running or self._counts.any() or self.own_share):
             self.pending = 0
         drift = max(spread / total - movement**2, 0.0) ** 0.5
         return RoundReport(drift, movement, update, self.traffic_of(part).wire_bytes, part)
+
+    def _apply_sums(self, part: int, values: list[Tensors], vector: tf.Tensor, own_share: float) -> np.ndarray | None:
+        """Applies the result of an exchange; returns squared norms, see `FragmentPrograms.apply`."""
+        if float(vector[0]) == 0.0:
+            return None
+        self.applied[part] += 1
+        return self._programs[part].apply(values, own_share)
+
+    def _of_replica(self, agreement: WorkerAgreement, row: np.ndarray) -> np.ndarray:
+        """The rows `[k]` of the workers that hold this worker's replica between them: `[workers, k]`."""
+        return self.parts.gathered(agreement, row)[self.worker] if self.parts.workers > 1 else row[np.newaxis]

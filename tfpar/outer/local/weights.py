@@ -8,53 +8,17 @@ a copy: an assignment passes a buffer on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tfpar.outer.local.parts import WHOLE, Parts, Tensors, squared_norm, value_here
 from tfpar.parallel.pipeline.devices import beside
-from tfpar.parallel.split import (
-    assign_whole,
-    copies_of,
-    copy_beside,
-    counted_copies,
-    peers_of,
-    split_of,
-    whole_here,
-)
+from tfpar.parallel.split import assign_whole, copies_of, copy_beside, peers_of, split_of, whole_here
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-Tensors = list[tf.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """How a replica that trains independently is divided over programs and workers.
-
-    Attributes:
-      programs: Programs that the strategy runs on this worker for a replica; several if a model axis divides its
-        weights.
-      workers: Number of workers that hold a replica between them, with consecutive ranks.
-      counts_whole: Whether this worker counts the weights that are not divided, as one of those that divide the same
-        layers does.
-      own_variables: Whether workers create different variables, because they have different stages of a pipeline.
-    """
-
-    programs: int = 1
-    workers: int = 1
-    counts_whole: bool = True
-    own_variables: bool = False
-
-    def scope(self, strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
-        """Returns the scope in which weights beside those of the model are created."""
-        return contextlib.nullcontext() if self.own_variables else strategy.scope()
-
-
-WHOLE = Parts()
 
 
 class TwoSets:
@@ -149,15 +113,19 @@ class TwoSets:
                     value = np.asarray(copy.numpy())
                     copy.assign(np.where(np.isfinite(value), value, np.zeros_like(value)))
 
-    def _movement_norm(self) -> tf.Tensor:
-        weights, state = self._moved(0, self.count), self._moved(self.count, len(self.model))
-        return l2_norm(weights) + 0.0 * l2_norm(state)
+    def squared_movement(self, places: Sequence[int]) -> tf.Tensor:
+        """Returns the squared L2 norm of the movement of some weights, as far as this worker counts them."""
+        return squared_norm(self._moved(places))
 
-    def _moved(self, first: int, end: int) -> Tensors:
-        """The movements of the variables with these numbers that this worker counts, by parts."""
+    def _movement_norm(self) -> tf.Tensor:
+        weights, state = (self._moved(range(*ends)) for ends in ((0, self.count), (self.count, len(self.model))))
+        return tf.sqrt(squared_norm(weights)) + 0.0 * squared_norm(state)
+
+    def _moved(self, places: Sequence[int]) -> Tensors:
+        """The movements of the variables with these indices that this worker counts, by parts."""
         moved = []
-        for each in zip(self.model[first:end], self.outer[first:end], strict=True):
-            model, outer = (counted_copies(one, counts_whole=self._parts.counts_whole) for one in each)
+        for place in places:
+            model, outer = map(self._parts.counted, (self.model[place], self.outer[place]))
             for pair in zip(model, outer, strict=True):
                 new, old = (copy.read_value() for copy in pair)
                 with beside(new):
@@ -180,40 +148,8 @@ class TwoSets:
                 copy.assign(value.read_value())
 
 
-def value_here(variable: keras.Variable) -> np.ndarray:
-    """Returns a copy of the value of a variable; if several workers have its parts, those of this worker's devices:
-    `[devices, ...]`."""
-    if peers_of(variable):
-        return np.stack([copy.numpy() for copy in copies_of(variable)])
-    return whole_here(variable)
-
-
-def shape_here(variable: keras.Variable) -> tuple[int, ...]:
-    """Returns the shape of `value_here`."""
-    if peers_of(variable):
-        return (len(copies_of(variable)), *variable.shape)
-    split = split_of(variable)
-    return split.whole_shape(tuple(variable.shape)) if split else tuple(variable.shape)
-
-
 def function(called: Callable[..., Any]) -> Any:
     """Returns a `tf.function` without retracing warnings: TensorFlow 2.21 counts tracings of all objects together."""
     compiled = tf.function(called, autograph=False)
     compiled._omit_frequent_tracing_warning = True
     return compiled
-
-
-def l2_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the L2 norm over all elements, float32 scalar; 0 if there are none."""
-    return tf.sqrt(squared_norm(tensors))
-
-
-def squared_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns the squared L2 norm over all elements, float32 scalar, each tensor's computed on its device."""
-    if not tensors:
-        return tf.zeros([])
-    squares = []
-    for tensor in tensors:
-        with beside(tensor):
-            squares.append(2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)))
-    return tf.add_n(squares)

@@ -56,15 +56,15 @@ def build_rounds(
             kept.append(variable)
     variables = config.outer, model.trainable_variables, state, kept
     where: dict[str, Any] = {"strategy": strategy, "worker": topology.data_worker, "workers": topology.data_workers}
-    if isinstance(exchange, FragmentExchange):
-        return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
-    parts = Parts(
+    where["parts"] = Parts(
         programs=len(strategy.extended.worker_devices) // topology.local_replicas,
         workers=topology.replica_workers,
         counts_whole=topology.model_part == 0,
         own_variables=topology.pipeline_spans_workers,
     )
-    return Rounds(*variables, inner=optimizer, exchange=exchange, parts=parts, **where)
+    if isinstance(exchange, FragmentExchange):
+        return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
+    return Rounds(*variables, inner=optimizer, exchange=exchange, **where)
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:

@@ -71,12 +71,12 @@ def _check_mesh(flag: str, config: ExperimentConfig, topology: Topology) -> None
             "them hold a replica between them and take every step together, so that none can take more than another. "
             "Use --local_steps=50."
         )
-    if outer.streams and topology.mesh.devices_of_replica > 1:
+    if outer.streams and topology.mesh.devices_of_replica > 1 and topology.device_type == "GPU":
         given = {"outer_fragments": outer.outer_fragments > 1, "outer_delay": outer.outer_delay > 0}
         names = " ".join(f"--{name}={getattr(outer, name)}" for name, is_given in given.items() if is_given)
         raise ConfigError(
-            f"{names} does not work with --mesh={config.strategy.mesh}: divided weights are not exchanged while steps "
-            "run. Leave one of them out."
+            f"{names} does not work with --mesh={config.strategy.mesh} on GPUs: steps communicate within a replica, "
+            "and an exchange at the same time would mix its calls of NCCL with theirs. Leave one of them out."
         )
 
 
