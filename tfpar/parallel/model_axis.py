@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -20,9 +19,25 @@ from tfpar.parallel.replica import static_replica_id
 
 import tensorflow as tf
 
+
+class _Calls(Iterator[int]):
+    """Numbers the calls of one member of a group, from 1.
+
+    Attributes:
+      made: The last number.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __next__(self) -> int:
+        self.made += 1
+        return self.made
+
+
 # TensorFlow's runtime keeps the shape of every call of a group until the process ends, so all axes with the same
-# devices share one count of calls.
-_instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
+# devices share one count of calls: for each group, by the ranks of its members.
+_calls: dict[tuple[int, ...], dict[int, _Calls]] = {}
 
 
 class Axis:
@@ -105,7 +120,7 @@ class ModelAxis(Axis):
     def on_no_device(self) -> contextlib.AbstractContextManager[Place]:
         """Returns a context for a trace that only finds shapes: layers compute with parts, and nothing is sent."""
         capabilities = self._places[0][0].group.capabilities
-        return at_place(Place(_Unsent(self.size, capabilities), "", itertools.count(1)))
+        return at_place(Place(_Unsent(self.size, capabilities), "", _Calls()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,9 +337,18 @@ def at_place(place: Place) -> Iterator[Place]:
 
 
 def place_of_group(members: Sequence[int], number: int, device: str, workers: Sequence[int]) -> Place:
-    """Returns the place of a device in a group, see `device_group`."""
+    """Returns the place of a device in a group, see `device_group`. Call it for no group whose calls are being traced.
+
+    If an error ended an earlier trace, only some of this worker's members had traced their calls. From now on the next
+    call of each has the same number again; otherwise they would wait for each other forever.
+    """
     group = device_group(members, number, device, workers)
-    return Place(group, device, _instance_keys.setdefault((group.members, group.rank), itertools.count(1)))
+    of_members = _calls.setdefault(group.members, {})
+    calls = of_members.setdefault(group.rank, _Calls())
+    made = max(each.made for each in of_members.values())
+    for each in of_members.values():
+        each.made = made
+    return Place(group, device, calls)
 
 
 class _Current(threading.local):
