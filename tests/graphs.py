@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tensorflow as tf
+from tensorflow.python.framework import tensor_util
 
 
 def ancestors(operation: tf.Operation) -> set[tf.Operation]:
@@ -27,4 +28,17 @@ def zeros_for_calls(function: tf.types.experimental.ConcreteFunction) -> list[st
         for node in nodes:
             if node.op.endswith("PartitionedCall"):
                 found += [name for name in (one.split(":")[0] for one in node.input) if name in fills]
+    return found
+
+
+def sums_of_devices(function: tf.types.experimental.ConcreteFunction) -> list[tuple[str, int]]:
+    """Device and instance key of each collective sum anywhere in a function, in the order of the trace."""
+    definition = function.graph.as_graph_def()
+    found: list[tuple[str, int]] = []
+    for nodes in [definition.node, *(each.node_def for each in definition.library.function)]:
+        constants = {node.name: node for node in nodes if node.op == "Const"}
+        for node in nodes:
+            if node.op == "CollectiveReduceV2":
+                key = constants[node.input[3].split(":")[0]].attr["value"].tensor
+                found.append((node.device, int(tensor_util.MakeNdarray(key))))
     return found

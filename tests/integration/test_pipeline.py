@@ -21,6 +21,7 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 MESH = {"mesh": "data:2,pipeline:2", "devices": 2, "accumulate_steps": 2}
+PIPELINED = ("stages_per_device", "pipeline_schedule")
 
 
 def test_two_workers_of_two_stages(tmp_path):
@@ -121,12 +122,14 @@ def test_four_workers_hold_two_pipelines(tmp_path):
 
 def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
     """With moving averages, which are evaluated; stopped, resumed there, and on one device. Also where the chief's
-    stage has nothing to train."""
+    stage has nothing to train, and with batch statistics that the workers with the same stage synchronise."""
     mesh, options = {"mesh": "data:2,pipeline:2", "shard": "optimizer"}, {"accumulate_steps": 2, "ema": 0.9}
     kinds = {"all": options, "last": {**options, "trainable": "/(fourth|last)/", "steps": 9}}
     runs = [{**mesh, **kind, "workdir": str(tmp_path / name)} for name, kind in kinds.items()]
     stopped = [{**run, "stop_after": 7} for run in runs]
-    *_, everything, last = on_workers(4, tmp_path / "out", *stopped, *runs)
+    resnet = {"model": "synchronised_resnet", "learning_rate": 0.03, "accumulate_steps": 2, "steps": 6}
+    *_, everything, last, synchronised = on_workers(4, tmp_path / "out", *stopped, *runs, {**mesh, **resnet})
+    assert_close(synchronised, alone(**resnet)[0])
     for (name, kind), found in zip(kinds.items(), (everything, last), strict=True):
         weights, results, _ = alone("dense", **kind)
         assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
@@ -155,6 +158,30 @@ def test_shards_beside_pipelines_over_workers(tmp_path, workers, options):
     results = on_workers(workers, tmp_path / "more", *({**sharded, **common, **case} for case in cases))
     for found, case in zip(results, cases, strict=True):
         assert_close(found, alone(**{"model": "dense", **common, **case})[0])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (2, {"mesh": "data:4,pipeline:2", "devices": 4}),  # two replicas on each
+        (2, {"mesh": "data:2,pipeline:2,model:2", "devices": 4}),
+        (2, {"mesh": "data:1,pipeline:2"}),  # one replica has nothing to sum
+        (4, {"mesh": "data:2,pipeline:2", "transport": "gloo"}),
+        (4, {"mesh": "data:2,pipeline:2", "transport": "tensorflow"}),
+        (8, {"mesh": "data:2,pipeline:2,model:2"}),
+    ],
+    ids=str,
+)
+def test_workers_synchronise_batch_statistics(tmp_path, workers, options):
+    """30 steps each; also with stages in turn, where workers have a stage or a part of it."""
+    resnet = {"model": "synchronised_resnet", "learning_rate": 0.03}
+    cases = [{**resnet, "accumulate_steps": 4}, {"model": "synchronised", "accumulate_steps": 2}]
+    if options["mesh"] == "data:2,pipeline:2":
+        cases.append({**resnet, "accumulate_steps": 2, "stages_per_device": 2, "pipeline_schedule": "eager_1f1b"})
+    results = on_workers(workers, tmp_path / "out", *({**options, **case} for case in cases))
+    for found, case in zip(results, cases, strict=True):
+        assert_close(found, alone(**{name: case[name] for name in case if name not in PIPELINED})[0])
 
 
 @pytest.mark.proof

@@ -58,13 +58,14 @@ WORKS = [
     *((places, LORA) for places in (MODEL_SHARDS, PIPELINE_SHARDS, MODEL_GRADIENTS, WEIGHTS, MODEL_WEIGHTS)),
     *((places, each) for places in (OPTIMIZER, GRADIENTS, PIPELINE) for each in (MUON, LAMB, ADAFACTOR)),
     *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, MODEL_SHARDS)),
+    *((places, {"model": "synchronised"}) for places in (PIPELINES, PIPELINE_SHARDS)),
     *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER)),
 ]
 WHOLE = "needs whole tensors"
 REFUSED = [
     *((places, each, WHOLE) for places in (MODEL, WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),
     *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
-    *((places, {"model": "synchronised"}, "synchronises batch") for places in (PIPELINES, WEIGHTS, MODEL_WEIGHTS)),
+    *((places, {"model": "synchronised"}, "synchronises batch") for places in (WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),
     *((places, {"jit_compile": "true"}, "--jit_compile=true: --shard=") for places in (GRADIENTS, WEIGHTS)),
     *((PIPELINES, each, "--shard=.* does not work yet with --mesh=") for each in (GRADIENTS, WEIGHTS)),

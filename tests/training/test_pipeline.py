@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import tfpar
-from tests.graphs import ancestors, zeros_for_calls
+from tests.graphs import ancestors, sums_of_devices, zeros_for_calls
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
@@ -128,6 +129,52 @@ def test_replicas_of_one_process():
         np.testing.assert_array_equal(*[copy.numpy() for copy in variable.value.values])
 
 
+REPLICAS = {"mesh": "data:2,pipeline:2", "devices": 4}
+RESNET = {"model": "synchronised_resnet", "learning_rate": 0.03}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "synchronised", "accumulate_steps": 2},
+        pytest.param({**RESNET, "accumulate_steps": 4}, marks=pytest.mark.proof),
+        pytest.param(
+            {**RESNET, "accumulate_steps": 2, "pipeline_schedule": "gpipe", "stages_per_device": 2, "steps": 10},
+            marks=pytest.mark.proof,
+        ),
+    ],
+    ids=str,
+)
+def test_replicas_synchronise_batch_statistics(options):
+    """Each stage with the same stage of the other replica. The moving statistics have the same bits in both."""
+    trainer = divided.here("mirrored", "data:2,pipeline:2", 4, **options)
+    assert_as_alone(trainer, **{name: options[name] for name in options if "pipe" not in name and "stages" not in name})
+    for variable in trainer.model.variables:
+        np.testing.assert_array_equal(*[copy.numpy() for copy in variable.value.values], err_msg=variable.path)
+
+
+def test_each_sum_of_statistics_is_a_call_of_two_devices():
+    """They are the devices of the stage. Two calls with the same keys could mix."""
+    trainer = divided.here("mirrored", "data:2,pipeline:2", 4, model="synchronised", steps=1, accumulate_steps=2)
+    ((_, step),) = trainer.program._steps
+    (function,) = step.run._list_all_concrete_functions()
+    calls: dict[str, list[int]] = {}
+    for device, key in sums_of_devices(function):
+        calls.setdefault(device[-1], []).append(key)
+    place = place_of(next(each for each in trainer.model.variables if "moving_mean" in each.path))
+    assert calls.keys() == {str(place), str(place + 2)}
+    own, other = calls.values()
+    assert len(own) == len(set(own)) == 2 * 3  # two micro-batches: two sums forward, one backward
+    assert own == other
+
+
+@pytest.mark.proof
+def test_one_replica_has_xla_programs_of_synchronised_layers():
+    """There is nothing to sum."""
+    same = {"accumulate_steps": 2, "jit_compile": "true"}
+    assert_as_alone(divided.here("mirrored", "pipeline:2", model="synchronised", **same), "synchronised", **same)
+
+
 @pytest.mark.parametrize(
     ("model", "options"), [("dense", {"accumulate_steps": 2}), ("language_model", {"recompute": "blocks"})]
 )
@@ -211,6 +258,7 @@ def normalized():
 
 
 def synchronized():
+    """By Keras' own layer."""
     norm = keras.layers.BatchNormalization(synchronized=True)
     return keras.Sequential([keras.Input((12,)), keras.layers.Dense(16), norm, keras.layers.Dense(3)])
 
@@ -220,7 +268,17 @@ def synchronized():
     [
         (own, {}, "'own' has its own call method, not a graph of layers"),
         (normalized, {}, "assigns .* in its forward pass .as SpectralNormalization does., which stages"),
-        (synchronized, {"mesh": "data:2,pipeline:2", "devices": 4}, "synchronises batch statistics between replicas"),
+        (synchronized, REPLICAS, r"a keras\..*, synchronises batch .* Use tfpar.models.BatchNormalization\(synchro"),
+        (
+            functools.partial(divided.batch_statistics, synchronized=True),
+            {**REPLICAS, "jit_compile": "true"},
+            "--jit_compile=true: the model synchronises batch statistics .* Use --jit_compile=auto",
+        ),
+        (
+            functools.partial(divided.batch_statistics, synchronized=True),
+            {**REPLICAS, "recompute": "blocks"},
+            "--recompute=blocks: the model synchronises batch statistics",
+        ),
         (divided.dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),
         (divided.dense, {"stages": "norm,third"}, "2 expressions for a pipeline of 2 stages. Give 1"),
         (divided.dense, {"stages": "fifth"}, "'fifth' matches the path of no layer behind the first. The .*last"),

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import transport_of, world_group
 
 import tensorflow as tf
+
+Sum = Callable[[tf.Tensor], tf.Tensor]
+
+
+class _Current(threading.local):
+    """The sum of this thread: MirroredStrategy traces every replica in a separate thread."""
+
+    def __init__(self) -> None:
+        self.sum: Sum | None = None
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def summing_with(function: Sum) -> Iterator[None]:
+    """In this context `sum_over_replicas` calls a function, for replicas of several devices in a strategy that knows
+    one device of each.
+
+    Args:
+      function: Returns the sum of a tensor over all replicas. It need not have a gradient, and then neither has
+        `sum_over_replicas`.
+    """
+    before, _current.sum = _current.sum, function
+    try:
+        yield
+    finally:
+        _current.sum = before
 
 
 def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     """The sum of a tensor over all replicas, which has a gradient. Call it in a replica context, in all replicas.
 
     If each worker has one replica, and a transport other than TensorFlow's carries data between such devices, the sum
-    uses that transport; otherwise the collectives of the strategy.
+    uses that transport; otherwise the collectives of the strategy. See also `summing_with`.
 
     Args:
       value: The tensor; the same shape on all replicas.
     """
+    if _current.sum is not None:
+        return _current.sum(value)
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return value

@@ -70,7 +70,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
     pass and one of 2C in the backward pass. Under MirroredStrategy, all-reducing within a replica is
     a `merge_call`, which TensorFlow 2.21 refuses inside a nested `tf.function`, a `tf.while_loop`
     or a `tf.cond`, and no all-reduce compiles with XLA outside of TPU: see
-    `uses_synchronized_statistics`.
+    `uses_synchronized_statistics`. In a pipeline, the devices that have the layer's stage sum instead.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return mean, variance
 
 
-def uses_synchronized_statistics(model: keras.Model) -> bool:
+def uses_synchronized_statistics(model: keras.layers.Layer) -> bool:
     """Whether a layer of the model all-reduces its statistics between replicas in the forward pass.
 
     XLA cannot compile such a model if there is more than one replica.
 
     Args:
-      model: Any Keras model; nested models and Keras' own `BatchNormalization(synchronized=True)` count.
+      model: Any Keras model or layer; nested models and Keras' own `BatchNormalization(synchronized=True)` count.
     """
     return any(getattr(layer, "synchronized", False) is True for layer in all_layers(model))
 

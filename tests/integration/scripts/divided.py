@@ -157,10 +157,10 @@ def recurrent() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(3)(x))
 
 
-def resnet() -> keras.Model:
+def resnet(normalization: str = "batch") -> keras.Model:
     """State in every stage, and shortcuts."""
     spec = TaskSpec("classification", (8, 8, 1), "float32", 3)
-    return models.build("resnet18", spec, blocks=[1, 1], normalization="batch")
+    return models.build("resnet18", spec, blocks=[1, 1], normalization=normalization)
 
 
 def branches() -> keras.Model:
@@ -221,11 +221,12 @@ MODELS = {
     "vit": vit,
     "recurrent": recurrent,
     "resnet": resnet,
+    "synchronised_resnet": functools.partial(resnet, "sync_batch"),
     "branches": branches,
     "ignoring": branches,
     "own_mask": own_mask,
 }
-IMAGES = ("vit", "resnet")
+IMAGES = ("vit", "resnet", "synchronised_resnet")
 
 
 def data(model: str) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.keras_internals import is_seed_state
@@ -22,6 +21,7 @@ from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing_elements, steps_of
+from tfpar.training.pipeline.replica_sums import ReplicaSums, check_synchronized
 from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.tensor_parallel.model import divide_layers
@@ -41,6 +41,7 @@ def make_pipeline(
     rules: Mapping[str, Any] | None = None,
     worker: PipelineWorker | None = None,
     layer_peers: ReplicaPeers | None = None,
+    sums: ReplicaSums | None = None,
     announced: bool,
 ) -> Pipeline:
     """Cuts a model that was built on the host into stages, and moves each to its device. Call it under the strategy.
@@ -53,18 +54,15 @@ def make_pipeline(
       rules: How layers are divided, see `find_layout`.
       worker: If the pipeline spans several workers, this worker.
       layer_peers: If several workers divide the layers of a stage, those that have the same stage as this worker.
+      sums: If several replicas synchronise batch statistics, the sums over them.
       announced: Whether to log the stages.
 
     Raises:
       ConfigError: The model cannot be cut.
     """
     config = experiment.strategy
-    if models.uses_synchronized_statistics(model) and tf.distribute.get_strategy().num_replicas_in_sync > 1:
-        raise ConfigError(
-            f"--mesh={config.mesh}: model {model.name!r} synchronises batch statistics between replicas, which a "
-            "pipeline cannot do yet. Use another normalization (--model_args=normalization=batch), or "
-            "--mesh=data:... alone."
-        )
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        check_synchronized(model, config.mesh)
     graph = keras_calls.graph_of(model)
     if graph is None:
         raise ConfigError(
@@ -78,7 +76,7 @@ def make_pipeline(
     stages = stages_of(graph, steps, cuts, places)
     recomputes = experiment.train.recompute != recompute.NONE and keras_calls.runs_graph_otherwise(graph)
     pipeline = Pipeline(
-        *(model, stages, devices, config.pipeline_schedule), recompute=recomputes, axis=axis, worker=worker
+        *(model, stages, devices, config.pipeline_schedule), recompute=recomputes, axis=axis, worker=worker, sums=sums
     )
     keras_calls.replace_graph_run(graph, pipeline.run)
     if announced:

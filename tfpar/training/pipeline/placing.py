@@ -24,6 +24,7 @@ from tfpar.training.model.support import known_summary
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.model import check_pipeline, make_pipeline
 from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersCore, OverWorkersStep
+from tfpar.training.pipeline.replica_sums import ReplicaSums
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
 from tfpar.training.placing.base import Placing
@@ -77,12 +78,14 @@ class PipelinePlacing(Placing):
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
         summary = known_summary(model)
+        synchronizes = self.topology.replicas > 1 and models.uses_synchronized_statistics(model)
         self._pipeline = make_pipeline(
             *(model, self._devices, config),
             axis=self._axis,
             rules=self._layout,
             worker=self._worker,
             layer_peers=self._layer_peers,
+            sums=ReplicaSums(self._devices, self.topology) if synchronizes else None,
             announced=announced,
         )
         return summary

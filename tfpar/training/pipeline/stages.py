@@ -1,10 +1,11 @@
 """Runs the graph of a model in stages, each on the device of its place.
 
 A stage is a function of tensors: its inputs from earlier stages, and the values of the variables that it reads. It is
-traced once, optionally as an XLA program, and called for every micro-batch; its gradient is computed on the same
-device. A stage waits for its inputs and, so that no more activations are kept than the schedule allows, for the
-backward pass of an earlier micro-batch; TensorFlow's executor runs all operations that are ready, on all devices at the
-same time. Dependencies point only to earlier micro-batches, so that no order of execution can block.
+traced once, optionally as an XLA program, and called for every micro-batch, or traced for every micro-batch if devices
+communicate within it; its gradient is computed on the same device. A stage waits for its inputs and, so that no more
+activations are kept than the schedule allows, for the backward pass of an earlier micro-batch; TensorFlow's executor
+runs all operations that are ready, on all devices at the same time. Dependencies point only to earlier micro-batches,
+so that no order of execution can block.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD
 from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of
 from tfpar.training.pipeline.graph import Values
+from tfpar.training.pipeline.replica_sums import ReplicaSums, is_synchronized, summing_nothing
 from tfpar.training.pipeline.specs import specs_of
 from tfpar.training.pipeline.stage_program import Stage, StageProgram, way_out
 
@@ -92,6 +94,7 @@ class Pipeline:
       recompute: Whether the backward pass of a stage calls the stage again, so that only tensors at the cuts are kept.
       axis: If layers are divided as well, the devices that divide them.
       worker: If the pipeline spans several workers, this worker.
+      sums: If several replicas synchronise batch statistics, the sums over them.
       option: The option that asks for stages, for errors.
 
     Attributes:
@@ -113,9 +116,10 @@ class Pipeline:
         recompute: bool = False,
         axis: ModelAxis | None = None,
         worker: PipelineWorker | None = None,
+        sums: ReplicaSums | None = None,
         option: str = "--mesh",
     ) -> None:
-        self._option = option
+        self._option, self._sums = option, sums
         self.stages, self.devices, self.axis, self.worker = list(stages), devices, axis, worker
         self.compiles = False
         self.schedule = schedule
@@ -154,20 +158,20 @@ class Pipeline:
         messages = trace.messages
         if messages and not messages.specs:
             steps = [step for stage in self.stages for step in stage.steps]
-            messages.specs = specs_of(self._model, graph, steps, given, operation_fn, self.axis)
+            with summing_nothing():
+                messages.specs = specs_of(self._model, graph, steps, given, operation_fn, self.axis)
         for stage in self.stages:
             if messages and self.worker and not self.worker.has(stage):
                 continue
             key = stage.number, trace.differentiates
             if key not in trace.programs:
-                shares = self.axis is None  # otherwise each call has its own collectives
-                how = {"compiles": self.compiles, "shares": shares}
+                how = {"compiles": self.compiles, "shares": not self._communicates(stage)}
                 program = StageProgram(self._model, stage, operation_fn, **how, option=self._option)
                 trace.programs[key] = program
             with _in_pass(trace, FORWARD, stage):
                 if messages:
                     values.update({each: messages.receive(each, stage) for each in stage.given if each not in values})
-                with tf.device(self._device(trace, stage)), self._divided(stage):
+                with tf.device(self._device(trace, stage)), self._on_devices(stage):
                     made = self._call(trace, trace.programs[key], [values[each] for each in stage.given])
             values.update(made)
             if messages:
@@ -205,10 +209,21 @@ class Pipeline:
                 "state, which has a fixed order. Use --stages_per_device=1, or a pipeline within a worker."
             )
 
-    def _divided(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
-        """In this context layers compute with the parts on the devices of a stage."""
+    def _communicates(self, stage: Stage) -> bool:
+        """Whether devices communicate within the layers of a stage. Then each call needs collectives of its own: two
+        calls of one trace may run at the same time, and collectives with the same keys would mix."""
+        return self.axis is not None or (self._sums is not None and is_synchronized(stage))
+
+    @contextlib.contextmanager
+    def _on_devices(self, stage: Stage) -> Iterator[None]:
+        """In this context layers compute with the parts on the devices of a stage, and sum statistics over those of all
+        replicas."""
         place = stage.place % self.devices.places
-        return self.axis.on_own_device(place) if self.axis else contextlib.nullcontext()
+        with (
+            self.axis.on_own_device(place) if self.axis else contextlib.nullcontext(),
+            self._sums.in_stage(stage) if self._sums else summing_nothing(),
+        ):
+            yield
 
     def _call(self, trace: Trace, program: StageProgram, given: Sequence[Any]) -> Values:
         scope = keras_calls.innermost_scope()
@@ -245,7 +260,7 @@ class Pipeline:
                 self._check_order(program.stage, graph.get_operations()[before:])
 
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._divided(program.stage):
+                with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._on_devices(program.stage):
                     found = passes.backward(given, kept, upstream)
                     own = zip(found, watched, strict=True)
                     gradients = [tf.zeros_like(tensor) if each is None else each for each, tensor in own]
