@@ -8,6 +8,7 @@ from tfpar.parallel.division import Shards, Split
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 COLUMNS = Split(1, 2)
 QUERY_KEY_VALUE = Split(1, 2, groups=3)
@@ -38,6 +39,9 @@ def test_parts_make_the_whole(split, shape):
         split.place(found, rank, part)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(split.joined(parts), expected)
+    if isinstance(split, Split):
+        for tensor, part in zip(split.part_tensors(tf.constant(expected)), parts, strict=True):
+            np.testing.assert_array_equal(tensor, part)
     np.testing.assert_array_equal(split.joined_tensor(parts), expected)
     own = [split.without_padding(part, rank, shape) for rank, part in enumerate(parts)]
     assert sum(part.size for part in own) == expected.size

@@ -18,6 +18,7 @@ import pytest
 STEPS = 6
 MODEL, PIPELINE, TWO = {"mesh": "model:2"}, {"mesh": "pipeline:2"}, {"mesh": "data:2"}
 PIPELINES = {"mesh": "data:2,pipeline:2", "devices": 4}
+MODELS, BOTH = ({"mesh": mesh, "devices": 4} for mesh in ("data:2,model:2", "pipeline:2,model:2"))
 OPTIMIZER, GRADIENTS, WEIGHTS = ({"shard": kind} for kind in ("optimizer", "gradients", "weights"))
 MODEL_SHARDS, PIPELINE_SHARDS = (
     {"mesh": f"data:2,{axis}:2", "devices": 4, "shard": "optimizer"} for axis in ("model", "pipeline")
@@ -25,7 +26,7 @@ MODEL_SHARDS, PIPELINE_SHARDS = (
 MODEL_GRADIENTS, MODEL_WEIGHTS = ({**MODEL_SHARDS, "shard": kind} for kind in ("gradients", "weights"))
 EMA, HALF = {"ema": 0.9}, {"precision": "mixed_float16", "model": "half"}
 LORA, FROZEN = {"lora": "2:third|fourth"}, {"trainable": "second|third"}
-MUON, LAMB, ADAFACTOR = ({"optimizer": name} for name in ("muon", "lamb", "adafactor"))
+MUON, LAMB, LARS, ADAFACTOR = ({"optimizer": name} for name in ("muon", "lamb", "lars", "adafactor"))
 
 
 def half() -> keras.Model:
@@ -57,13 +58,15 @@ WORKS = [
     *((places, LORA) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, PIPELINE, PIPELINES)),
     *((places, LORA) for places in (MODEL_SHARDS, PIPELINE_SHARDS, MODEL_GRADIENTS, WEIGHTS, MODEL_WEIGHTS)),
     *((places, each) for places in (OPTIMIZER, GRADIENTS, PIPELINE) for each in (MUON, LAMB, ADAFACTOR)),
+    *((places, each) for places in (MODEL, MODELS, BOTH) for each in (MUON, LAMB, LARS)),
     *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, MODEL_SHARDS)),
     *((places, {"model": "synchronised"}) for places in (PIPELINES, PIPELINE_SHARDS)),
     *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER)),
 ]
 WHOLE = "needs whole tensors"
 REFUSED = [
-    *((places, each, WHOLE) for places in (MODEL, WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),
+    *((places, each, WHOLE) for places in (WEIGHTS, MODEL_SHARDS) for each in (MUON, LAMB, ADAFACTOR)),
+    (MODEL, ADAFACTOR, WHOLE),
     *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, {"model": "synchronised"}, "synchronises batch") for places in (WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),

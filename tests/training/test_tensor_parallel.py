@@ -278,7 +278,7 @@ def test_dropout_of_what_is_divided_draws_for_each_device():
     ("options", "message"),
     [
         ({"sequence_parallel": True}, "--sequence_parallel: model .* has no divided block that allows it"),
-        ({"optimizer": "lamb"}, "--mesh: Lamb needs whole tensors"),
+        ({"optimizer": "adafactor"}, "--mesh: Adafactor needs whole tensors"),
         ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica communicate within its layers"),
         ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),
         ({"layout": {"thrid": "gather"}}, "layout: 'thrid' matches no layer with weights"),

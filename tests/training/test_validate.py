@@ -190,6 +190,7 @@ def test_whole_tensors_are_refused_where_devices_have_parts_and_taken_where_shar
         validate._check_whole_tensors(ExperimentConfig.from_flat_dict(flat), topology)
 
     check("optimizer", stages=2, parts=1)
+    check("none", stages=1, parts=2)
     for shard, stages, parts, instead in (
         ("none", 2, 1, "--shard=optimizer"),
         ("weights", 1, 1, "--shard=optimizer"),

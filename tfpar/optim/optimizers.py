@@ -64,8 +64,10 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-# Names of those that need whole matrices, or norms of whole tensors.
-WHOLE_TENSORS = ("adafactor", "lamb", "lars", "muon")
+# Those that need whole matrices, or norms of whole tensors, and keep state of the shape of each weight.
+WHOLE_TENSORS = (keras.optimizers.Lamb, LARS, keras.optimizers.Muon)
+# Adafactor's state has the shapes of rows and columns.
+NEEDS_WHOLE = ("adafactor", *(kind.__name__.lower() for kind in WHOLE_TENSORS))
 
 
 def names() -> list[str]:

@@ -5,6 +5,7 @@ The training step compiles it with XLA and runs it on every replica, with no com
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ def pure_apply(
     factor: tf.Tensor | None = None,
     group_bytes: int = 0,
     beside: Callable[[tf.Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    whole: WholeTensors | None = None,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """One optimizer update on tensors; no variable is read or assigned, nothing is communicated.
 
@@ -46,6 +48,7 @@ def pure_apply(
         that only one group's temporary tensors exist at a time. 0: in any order. Optimizers that are not elementwise,
         or that clip, update in any order.
       beside: Returns the context for operations on a tensor, such as its device.
+      whole: Updates the weights of which the optimizer needs more than `params` has.
 
     Returns:
       The new values of `params` and of `optimizer_variables`, in the same order.
@@ -64,11 +67,13 @@ def pure_apply(
         _beside=beside,
         _factor=factor,
         _group_bytes=group_bytes if updates_each_alone(optimizer) else 0,
+        _whole=whole,
     )
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
     # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
     dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
     with keras.StatelessScope(state_mapping=mapping) as scope:
+        keras_internals.set_untracked(view, _scope=scope)
         view.apply(dense)
     return (
         [scope.get_current_value(variable) for variable in trainable],
@@ -98,6 +103,24 @@ def _check_arguments(
     check_optimizer(optimizer)
 
 
+class WholeTensors(abc.ABC):
+    """Weights that an optimizer updates as a whole where each device has a part of them; false if there are none."""
+
+    @abc.abstractmethod
+    def __contains__(self, variable: keras.Variable) -> bool:
+        """Whether a weight is one of them."""
+
+    @abc.abstractmethod
+    def update(self, view: PureUpdate, gradients: dict[int, tf.Tensor], rate: Any) -> None:
+        """Calls `update_step` with whole values, and puts the parts of the new ones.
+
+        Args:
+          view: What updates. In its scope, variables have the values of this device's parts.
+          gradients: The parts of the gradients, by `id` of the weight.
+          rate: The learning rate.
+        """
+
+
 def updates_each_alone(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the update of a weight reads nothing of the others."""
     clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
@@ -117,18 +140,28 @@ class PureUpdate(OptimizerView):
     _factor: tf.Tensor | None = None
     _group_bytes = 0
     _decays_later: Sequence[keras.Variable] = ()
+    _whole: WholeTensors | None = None
+    _scope: keras.StatelessScope | None = None
 
     def assign(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Within the scope."""
-        variable.assign(value)
+        if self._whole:
+            self.put(variable, value)
+        else:
+            variable.assign(value)
 
     def assign_add(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Within the scope."""
-        variable.assign_add(value)
+        self.assign(variable, variable.value + tf.cast(value, variable.dtype))
 
     def assign_sub(self, variable: keras.Variable, value: tf.Tensor) -> None:
         """Within the scope."""
-        variable.assign_sub(value)
+        self.assign(variable, variable.value - tf.cast(value, variable.dtype))
+
+    def put(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Assigns within the scope; the value may have another shape than the variable."""
+        assert self._scope is not None
+        self._scope.add_update((variable, tf.cast(value, variable.dtype)))
 
     def view_key(self, variable: keras.Variable) -> Any:
         """The key that the optimizer has outside the scope."""
@@ -145,6 +178,11 @@ class PureUpdate(OptimizerView):
 
     def view_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable], rate: Any) -> None:
         """The optimizer's rule, variable by variable."""
+        if self._whole:
+            pairs = [*zip(gradients, variables, strict=True)]
+            self._whole.update(self, {id(each): gradient for gradient, each in pairs if each in self._whole}, rate)
+            rest = [pair for pair in pairs if pair[1] not in self._whole]
+            gradients, variables = [gradient for gradient, _ in rest], [variable for _, variable in rest]
         later = {id(variable) for variable in self._decays_later}
         before: list[tf.Tensor] = []
         group: list[tf.Tensor] = []

@@ -104,6 +104,14 @@ class Split:
         whole = tf.concat([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
         return whole[self._without_padding(whole.shape)] if self.padding else whole
 
+    def part_tensors(self, whole: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the parts of a tensor by rank: the inverse of `joined_tensor`."""
+        if self.padding:
+            paddings = [[0, self.padding * (axis == self.axis)] for axis in range(whole.shape.rank)]
+            whole = tf.pad(whole, paddings, constant_values=self.fill)
+        stretches = [tf.split(each, self.size, axis=self.axis) for each in tf.split(whole, self.groups, axis=self.axis)]
+        return [tf.concat(parts, axis=self.axis) for parts in zip(*stretches, strict=True)]
+
     def stretches(self, length: int, rank: int) -> list[tuple[int, int]]:
         """Returns start and length of each range of the divided dimension that a part has, in order.
 

@@ -213,6 +213,11 @@ class Place:
         """Returns the sum of the devices' rows at this device's rank: `[size, n]` to `[n]`. No gradient."""
         return self.group.reduce_scatter(rows, next(self._instance_keys))[0]
 
+    def swap(self, rows: tf.Tensor) -> tf.Tensor:
+        """Sends row k `[size, n]` to device k; returns the rows from all devices, `[size, n]`. No gradient."""
+        self._count(rows, (self.size - 1) / self.size)
+        return self.group.all_to_all(rows, next(self._instance_keys))
+
     def enter(self, x: tf.Tensor) -> tf.Tensor:
         """Before a layer whose outputs are divided: returns the tensor unchanged; its gradient is summed."""
 

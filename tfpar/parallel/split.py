@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_ATTRIBUTE, _PEERS = "tfpar_split", "tfpar_peers"
+_ATTRIBUTE, _PEERS, _WEIGHT = "tfpar_split", "tfpar_peers", "tfpar_weight"
 _BLOCK_BYTES = 32 << 20
 
 
@@ -306,6 +306,7 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         place = place_of(reference_variable)
         with at(place):
             slot = make(reference_variable, *args, **kwargs)
+        vars(slot)[_WEIGHT] = reference_variable
         if split := split_of(reference_variable):
             mark(slot, _filled(split, slot), peers_of(reference_variable))
         if place is not None:
@@ -315,6 +316,11 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         return slot
 
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> list[keras.Variable]:
+    """Returns the state of a weight, of an optimizer that was built after `keeps_slots_beside`."""
+    return [variable for variable in optimizer.variables if vars(variable).get(_WEIGHT) is weight]
 
 
 def _filled(split: Split | Shards, slot: keras.Variable) -> Split | Shards:

@@ -345,12 +345,15 @@ def _check_labels_within_outputs(
 def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
     name, mesh = config.optimizer.optimizer, topology.mesh
+    sharded = config.train.shard != "none" and topology.replicas > 1
     # An owner of a shard has whole tensors of its stage, and none of the others.
     owns = config.train.shard == "optimizer" and topology.replicas > 1
     spans = mesh.pipeline > 1 and topology.replica_workers > 1
-    divides = mesh.model > 1 or (spans and not owns)
+    # Without shards, the devices of a model axis put whole tensors together.
+    joins = not spans and not sharded and name != "adafactor"
+    divides = (mesh.model > 1 and not joins) or (spans and not owns)
     shards = config.train.shard == "weights" and topology.replicas > 1
-    if name in optimizers.WHOLE_TENSORS and (divides or shards):
+    if name in optimizers.NEEDS_WHOLE and (divides or shards):
         by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
         instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"
         raise ConfigError(

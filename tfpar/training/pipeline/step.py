@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.pipeline.devices import beside, call_beside
 from tfpar.training.core import Core
 from tfpar.training.norms import squared_norm
@@ -75,7 +74,7 @@ class PipelineStep(TrainStep):
             return super()._contribution(*args)
 
     def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
-        return pure_apply(*args, **kwargs, beside=beside)
+        return super()._pure_apply(*args, **kwargs, beside=beside)
 
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all places, each of which sends one scalar."""

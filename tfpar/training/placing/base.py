@@ -146,8 +146,8 @@ class Placing:
 
     @property
     def can_compile_update(self) -> bool:
-        """Whether XLA can compile the optimizer's update: not if one process has the devices of several stages, because
-        a program changes variables of one device only."""
+        """Whether XLA can compile the optimizer's update: not if devices communicate in it, or if one process has the
+        devices of several stages, because a program changes variables of one device only."""
         return True
 
 

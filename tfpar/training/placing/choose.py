@@ -31,11 +31,12 @@ def placing_of(
       ConfigError: There is a layout, but the mesh has no devices over which to divide layers.
     """
     mesh, options = runtime.topology.mesh, options or TrainConfig()
+    sharded = options.shard != "none" and runtime.topology.replicas > 1
     if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
-        return PipelinePlacing(runtime, layout, sharded=options.shard != "none" and runtime.topology.replicas > 1)
-    gathers = options.shard == "weights" and runtime.topology.replicas > 1
+        return PipelinePlacing(runtime, layout, sharded=sharded)
+    gathers = sharded and options.shard == "weights"
     if mesh.model > 1:
-        return DividedGatheringPlacing(runtime, layout) if gathers else DividedPlacing(runtime, layout)
+        return DividedGatheringPlacing(runtime, layout) if gathers else DividedPlacing(runtime, layout, sharded=sharded)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
     divides = runtime.topology.name in ("mirrored", "multi_worker") and options.shard == "none"

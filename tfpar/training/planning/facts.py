@@ -22,7 +22,7 @@ from typing import Any
 from tfpar import precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls
-from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.process.cores import cores
@@ -51,6 +51,7 @@ class Facts:
       costs: Costs of the model's layers.
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
       elementwise: Whether the optimizer updates every element independently of the others.
+      joins_parts: If not, whether the devices of a model axis put whole tensors together for it.
       in_groups: Whether it updates weights in groups without XLA.
       compiled: Whether XLA compiles passes.
       compiles_update: Whether XLA compiles the update.
@@ -63,6 +64,7 @@ class Facts:
     in_groups: bool
     compiled: bool
     compiles_update: bool
+    joins_parts: bool = False
     measured: Measured | None = None
 
     @classmethod
@@ -171,6 +173,7 @@ def _facts(
         costs=costs,
         state_per_weight=state // (_PROBE[0] * _PROBE[1]),
         elementwise=type(created) in ELEMENTWISE,
+        joins_parts=type(created) in WHOLE_TENSORS,
         in_groups=updates_each_alone(created),
         compiled=compiled,
         compiles_update=compiles_update,

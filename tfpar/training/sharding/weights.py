@@ -169,7 +169,7 @@ class DividedGatheringPlacing(DividedPlacing, GatheringPlacing):
     """
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
-        DividedPlacing.__init__(self, runtime, layout)
+        DividedPlacing.__init__(self, runtime, layout, sharded=True)
         GatheringPlacing.__init__(self, runtime)  # which knows more of the topology, and of who shares weights
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:

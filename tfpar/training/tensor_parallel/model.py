@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.split import whole_elements
@@ -67,12 +67,13 @@ def divide_layers(
     return splits
 
 
-def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
+def check_divided(optimizer: keras.optimizers.Optimizer, core: Core, *, deals_out: bool = False) -> None:
     """Refuses optimizers and models that need whole tensors, which no device has.
 
     Args:
       optimizer: Built for the model.
       core: The model.
+      deals_out: Whether devices that divide layers put whole tensors together for the optimizer, see `DealtTensors`.
 
     Raises:
       ConfigError: With what to use.
@@ -82,7 +83,7 @@ def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
             f"--mesh: model {core.model.name!r} has float8 layers, whose statistics cover whole tensors. Use "
             "--mesh=data:... alone."
         )
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in (*ELEMENTWISE, *(WHOLE_TENSORS if deals_out else ())):
         names = ", ".join(sorted(kind.__name__.lower() for kind in ELEMENTWISE))
         raise ConfigError(
             f"--mesh: {type(optimizer).__name__} needs whole tensors, but they are divided over devices. Use an "

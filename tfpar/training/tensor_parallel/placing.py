@@ -10,6 +10,7 @@ from typing import Any
 from tfpar import models
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import DevicesOfReplica, places_of_part, places_that_divide
+from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies
 from tfpar.parallel.division import Split
 from tfpar.parallel.mesh import COLLECTIVES_WITHIN
@@ -33,11 +34,14 @@ class DividedPlacing(Placing):
     Args:
       runtime: The running strategy.
       layout: How layers are divided, see `find_layout`.
+      sharded: Whether replicas have shards of the weights or of the optimizer's state.
     """
 
     several = True
+    _exchanges_in_update = False
 
-    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None, *, sharded: bool = False) -> None:
+        self._sharded = sharded
         self.topology: Topology = runtime.topology
         topology = self.topology
         devices = runtime.strategy.extended.worker_devices
@@ -55,7 +59,8 @@ class DividedPlacing(Placing):
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         """See `Placing`."""
-        check_divided(optimizer, core)
+        check_divided(optimizer, core, deals_out=not self._sharded)
+        self._exchanges_in_update = type(optimizer) not in ELEMENTWISE
 
     def within(self) -> contextlib.AbstractContextManager[Any]:
         """See `Placing`."""
@@ -79,6 +84,11 @@ class DividedPlacing(Placing):
     def xla_obstacle(self) -> str:
         """See `Placing`."""
         return COLLECTIVES_WITHIN
+
+    @property
+    def can_compile_update(self) -> bool:
+        """See `Placing`. An optimizer that needs whole tensors receives them from the other devices."""
+        return not self._exchanges_in_update
 
     def _divided(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> dict[int, Split]:
         """See `divide_layers`."""

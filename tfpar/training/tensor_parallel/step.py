@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.pipeline.devices import place_of
@@ -21,6 +22,7 @@ from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep
 from tfpar.training.step_loop import StepReport
+from tfpar.training.tensor_parallel.whole_tensors import DealtTensors
 
 import keras
 import tensorflow as tf
@@ -44,6 +46,7 @@ class DividedStep(TrainStep):
             self._by_stage[place_of(variable) or 0][model_split_of(variable) is None].append(index)
         weights = enumerate(self.core.model.trainable_variables)
         self._summed = {index for index, variable in weights if has_gradient_in_parts(variable)}
+        self._dealt = None if type(self.optimizer) in ELEMENTWISE else DealtTensors(self.optimizer, axis)
 
     def _replica_step(self, *args: Any) -> StepReport:
         """See `TrainStep`; counts what the device sends to the others."""
@@ -139,6 +142,9 @@ class DividedStep(TrainStep):
                 if whole:
                     squares.append(squared_norm(whole))
         return squares
+
+    def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
+        return super()._pure_apply(*args, **kwargs, whole=self._dealt)
 
     def _counts_here(self, variable: keras.Variable) -> bool:
         """Whether this worker counts a variable in norms: one of several that hold the same does."""

@@ -1,0 +1,67 @@
+"""Optimizers that need whole tensors, of weights whose parts are on the devices of a model axis."""
+
+from __future__ import annotations
+
+import collections
+
+from tests.integration.scripts import divided
+from tests.training.test_tensor_parallel import alone, assert_as_alone
+from tfpar.parallel.split import model_split_of, slots_of, split_of, whole
+
+import keras
+import numpy as np
+import pytest
+
+STEPS = 6
+MUON = {"optimizer": "muon", "learning_rate": 0.02, "steps": STEPS}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "optimizer"),
+    [
+        ("model:2", "language_model", "muon"),
+        ("data:2,model:2", "dense", "lamb"),  # unlike shapes: a device of the axis may have nothing to update
+        ("model:4", "uneven_vocabulary", "lamb"),  # a table with padding, whose norm counts
+    ],
+)
+def test_the_weights_of_one_device(mesh, model, optimizer):
+    options = {**MUON, "optimizer": optimizer}
+    trainer = divided.here("mirrored", mesh, 2 if mesh == "model:2" else 4, model=model, **options)
+    assert any(map(split_of, trainer.model.trainable_variables))
+    assert_as_alone(trainer, model, **options)
+    assert not trainer.program.compiles_update
+
+
+def test_devices_share_the_work_and_send_no_more_than_the_parts(monkeypatch):
+    """The bytes beside those of an elementwise optimizer, and one orthogonalisation for each divided matrix."""
+    calls: list[str] = []
+    orthogonalise = keras.optimizers.Muon.zeropower_via_newtonschulz5
+    monkeypatch.setattr(
+        keras.optimizers.Muon,
+        "zeropower_via_newtonschulz5",
+        lambda self, x, steps: (calls.append(x.name), orthogonalise(self, x, steps))[1],
+    )
+    trainer = divided.here("mirrored", "model:2", 2, model="language_model", **MUON)
+    plain = divided.here("mirrored", "model:2", 2, model="language_model", **MUON | {"optimizer": "adamw"})
+    optimizer = trainer.program.optimizer
+    matrices = [each for each in trainer.model.trainable_variables if len(slots_of(optimizer, each)) == 1]
+    parts = [each for each in matrices if model_split_of(each)]
+    assert len(parts) == 8
+    assert len(calls) == len(parts)  # both devices together
+    assert len(parts) == len(matrices)
+    counts = collections.Counter((tuple(each.shape), model_split_of(each)) for each in parts)
+    elements = sum(2 * -(-count // 2) * int(np.prod(shape)) for (shape, _), count in counts.items())
+    # Gradient, weight and momentum to the owner, weight and momentum back; half of it stays where it is.
+    expected = 4 * 5 * elements / 2
+    sent = [each.results["exchange"]["model_axis_bytes_per_step"] for each in (trainer, plain)]
+    assert sent[0] - sent[1] == pytest.approx(expected, abs=1)
+
+
+def test_a_run_continues_on_one_device(tmp_path):
+    """Momentum is saved as whole matrices."""
+    left = {**MUON, "model": "dense", "workdir": str(tmp_path)}
+    divided.here("mirrored", "model:2", 2, **left, stop_after=3)
+    found = divided.here(**left)
+    weights, *_ = alone("dense", **MUON)
+    for variable in found.model.variables:
+        np.testing.assert_allclose(whole(variable), weights[variable.path], rtol=1e-4, atol=1e-5, err_msg=variable.path)
