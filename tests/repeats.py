@@ -184,7 +184,6 @@ REPEATS = {
         "RMSprop",
         "Adagrad",
     ),
-    "tests/outer/test_divided_rounds.py::test_fragments_of_divided_weights": ("model:2-2-dense",),
     "tests/outer/federated/test_averaging.py::test_five_rounds_are_those_of_numpy": (
         "options0-server0-0.0",
         "options2-server2-0.0",

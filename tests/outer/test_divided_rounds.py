@@ -10,7 +10,7 @@ from tests.outer.test_rounds import ALONE
 from tfpar.cluster import detect
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.outer.local import Rounds
-from tfpar.parallel.split import split_of, whole
+from tfpar.parallel.split import copies_of, split_of, whole
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.training.local_steps.check import check_local_steps
 
@@ -48,7 +48,7 @@ def test_weights_of_whole_replicas(mesh, devices, model):
 
 @pytest.mark.parametrize(
     ("mesh", "devices", "model"),
-    [("data:2,model:2", 4, "language_model"), ("data:2,pipeline:2", 4, "shared_layer"), ("model:2", 2, "dense")],
+    [("data:2,model:2", 4, "dense"), ("data:2,pipeline:2", 4, "shared_layer")],
 )
 def test_fragments_of_divided_weights(mesh, devices, model):
     """With a delay, an outer optimizer, and a share of the worker's own weights."""
@@ -58,6 +58,16 @@ def test_fragments_of_divided_weights(mesh, devices, model):
     for name, value in divided.weights_of(found).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
     assert found.results["rounds"] == 4
+    assert (found.results["exchange"]["model_axis_bytes_per_step"] > 0) == ("model" in mesh)
+
+
+def test_a_copy_that_is_not_finite_is_noticed_on_any_device():
+    rounds = divided.here("mirrored", "model:2", 2, steps=5, **ROUNDS).program.rounds
+    [bias] = [each for each in rounds.model_variables if each.path.endswith("second/bias")]
+    assert split_of(bias) is None
+    assert np.isfinite(rounds.sets.moved())
+    copies_of(bias)[1].assign(np.full(bias.shape, np.nan, np.float32))
+    assert not np.isfinite(rounds.sets.moved())
 
 
 @pytest.mark.parametrize("kind", ["nesterov", "adam"])

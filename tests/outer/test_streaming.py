@@ -215,3 +215,13 @@ def test_a_fragment_travels_while_the_next_step_runs():
     expected = OneWorker(outer_fragments=2, outer_delay=1).run(3)[-1]
     for one, other in zip(worker.rounds.inner_values(), expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_statistics_that_some_fragments_do_not_have_yet(monkeypatch):
+    """The sums of an exchange are compared now and then, and fragments take turns."""
+    exchange = FragmentExchange("int4", 2)
+    exchange.build([keras.Variable(np.zeros([64, 64], np.float32)) for _ in range(2)], group=world_group())
+    found = [{"residual_over_gradient": 0.5, "cosine": 0.9}, {"residual_over_gradient": 0.25}]
+    for part, values in zip(exchange.parts, found, strict=True):
+        monkeypatch.setattr(part, "observed", lambda values=values: values)
+    assert exchange.observed() == {"residual_over_gradient": 0.375, "cosine": 0.9}

@@ -241,9 +241,10 @@ class PlacesReducer(Reducer):
             reducer.bytes_per_step(self._workers, length)
             for reducer, length in zip(self._reducers, lengths, strict=True)
         ]
+        largest = max(parts, key=lambda part: part.dense_bytes)
         return Traffic(
-            parts[0].codec,
-            f"per device, {parts[0].pattern}",
+            largest.codec,
+            f"per device, {largest.pattern}",
             *(sum(getattr(part, name) for part in parts) for name in ("payload_bytes", "wire_bytes", "dense_bytes")),
         )
 
@@ -269,8 +270,8 @@ class PlacesReducer(Reducer):
             reducer.restore(workers, read_own)
 
     def observed(self) -> dict[str, float]:
-        """The statistics of the first place's exchange."""
-        return self._reducers[0].observed()
+        """The statistics of the exchange of the first place that encodes anything."""
+        return next((found for reducer in self._reducers if (found := reducer.observed())), {})
 
 
 class PerDeviceReducer(PlacesReducer):

@@ -141,8 +141,11 @@ class FragmentExchange(Exchange):
         """See `Exchange.observed`; returns means over the fragments."""
         if not self._background.idle:
             return {}
-        found = [values for part in self.parts if (values := part.observed())]
-        return {name: sum(values[name] for values in found) / len(found) for name in (found[0] if found else ())}
+        found: dict[str, list[float]] = {}
+        for part in self.parts:  # of which some may not have compared their sums yet
+            for name, value in part.observed().items():
+                found.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
     def describe(self) -> str:
         """See `Exchange.describe`."""
@@ -154,7 +157,8 @@ class FragmentExchange(Exchange):
         payload, wire, dense = (
             sum(getattr(one, f"{name}_bytes") for one in every) for name in ("payload", "wire", "dense")
         )
-        return Traffic(every[0].codec, every[0].pattern, payload, wire, dense)
+        largest = max(every, key=lambda one: one.dense_bytes)
+        return Traffic(largest.codec, largest.pattern, payload, wire, dense)
 
 
 def _of_fragment(replica: DevicesOfReplica, fragment: Sequence[int]) -> DevicesOfReplica:
@@ -182,13 +186,16 @@ def _reader_of(read: Callable[[int], Mapping[str, np.ndarray]], prefix: str) -> 
     return part
 
 
+_Call = tuple[Callable[[], Any], concurrent.futures.Future[Any], concurrent.futures.Future[None]]
+
+
 class _Background:
     """One thread that makes calls in order. It does not keep the process alive: a lost peer may leave it waiting."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: concurrent.futures.Future[Any] | None = None
+        self._last: concurrent.futures.Future[None] | None = None  # without the result, which would be kept
 
     @property
     def idle(self) -> bool:
@@ -200,9 +207,9 @@ class _Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fragments", daemon=True)
             self._thread.start()
-        self._last = concurrent.futures.Future()
-        self._calls.put((self._last, call))
-        return self._last
+        self._last, future = concurrent.futures.Future(), concurrent.futures.Future[Any]()
+        self._calls.put((call, future, self._last))
+        return future
 
     def wait(self) -> None:
         """Waits until all calls have ended; raises the error of the last call, if any."""
@@ -211,8 +218,16 @@ class _Background:
 
     def _run(self) -> None:
         while True:
-            future, call = self._calls.get()
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+            self._make(*self._calls.get())
+
+    @staticmethod
+    def _make(
+        call: Callable[[], Any], future: concurrent.futures.Future[Any], done: concurrent.futures.Future[None]
+    ) -> None:
+        """Makes a call. Nothing of it is kept afterwards: it has the movement of a fragment."""
+        try:
+            future.set_result(call())
+            done.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+            done.set_exception(error)

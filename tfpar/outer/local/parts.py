@@ -31,6 +31,8 @@ class Parts:
       programs: Programs that the strategy runs on this worker for a replica; several if a model axis divides its
         weights.
       workers: Number of workers that hold a replica between them, with consecutive ranks.
+      part: Index of this worker among them, from 0.
+      agreement: The agreement between them; None if there is one.
       counts_whole: Whether this worker counts the weights that are not divided, as one of those that divide the same
         layers does.
       own_variables: Whether workers create different variables, because they have different stages of a pipeline.
@@ -38,6 +40,8 @@ class Parts:
 
     programs: int = 1
     workers: int = 1
+    part: int = 0
+    agreement: WorkerAgreement | None = None
     counts_whole: bool = True
     own_variables: bool = False
 
@@ -45,9 +49,17 @@ class Parts:
         """Returns the scope in which weights beside those of the model are created."""
         return contextlib.nullcontext() if self.own_variables else strategy.scope()
 
-    def gathered(self, agreement: WorkerAgreement, row: np.ndarray) -> np.ndarray:
+    def of_all(self, agreement: WorkerAgreement, row: np.ndarray) -> np.ndarray:
         """Returns the rows `[k]` of all workers, by replica: `[replicas, workers, k]`. All workers call it together."""
         return np.stack(agreement.gather_arrays(row)).reshape(-1, self.workers, len(row))
+
+    def of_replica(self, row: np.ndarray) -> np.ndarray:
+        """Returns the rows `[k]` of the workers of this worker's replica, `[workers, k]`. They call it together."""
+        return np.stack(self.agreement.gather_arrays(row)) if self.agreement else row[np.newaxis]
+
+    def not_counted(self, variable: keras.Variable) -> Sequence[Any]:
+        """Returns this worker's copies of a variable, or parts of it, that `counted` leaves out, in its replica."""
+        return copies_of(variable)[len(self.counted(variable)) : self.programs]
 
     def counted(self, variable: keras.Variable) -> Sequence[Any]:
         """Returns what this worker counts of a variable in a sum over its replica, see `counted_copies`."""

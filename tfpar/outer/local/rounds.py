@@ -39,13 +39,13 @@ STEP_BYTES, ROUND_BYTES = 32, 24
 
 
 class RoundReport(NamedTuple):
-    """The report of a round, the same on every worker.
+    """The report of a round, the same on every worker but for the bytes.
 
     Attributes:
       drift: Root mean square of the workers' distances from their mean, L2, weighted by their shares.
       movement: L2 norm of the mean movement that was applied.
       update: L2 norm of the change of the outer weights.
-      wire_bytes: Bytes that each worker has sent in the exchange.
+      wire_bytes: Bytes that this worker has sent in the exchange.
       fragment: Number of the model's fragment; 0 if the model is exchanged whole.
     """
 
@@ -70,8 +70,8 @@ class Rounds:
       inner: The optimizer of the local steps.
       exchange: The exchange that is built for the weights, with its own group.
       strategy: The running strategy.
-      worker: Rank of this worker.
-      workers: Number of workers.
+      worker: Index of this worker, or of its replica.
+      workers: Number of workers, or of replicas that workers hold between them.
       parts: How a replica is divided.
 
     Attributes:
@@ -115,7 +115,7 @@ class Rounds:
         self.model_variables, self.outer_variables = self.sets.model, self.sets.outer
         with parts.scope(strategy):
             self.optimizer = optimizers.build(options, weights)
-        self._lost = LostWorkers(reports=worker == 0)
+        self._lost = LostWorkers(reports=worker == parts.part == 0)
         self.retrace()
 
     def retrace(self) -> None:
@@ -205,7 +205,7 @@ class Rounds:
         self.sets.show_inner()
         squared = self.sets.moved() ** 2
         row = np.array([self.weight, squared, 1.0] if math.isfinite(squared) else [0.0, 0.0, 0.0])
-        rows = self.parts.gathered(agreement, row)
+        rows = self.parts.of_all(agreement, row)
         finite = rows[:, :, 2].min(axis=1) > 0.0
         weights, squares = np.where(finite, rows[:, 0, 0], 0.0), rows[:, :, 1].sum(axis=1)
         total = float(weights.sum())
@@ -215,8 +215,7 @@ class Rounds:
         if total > 0.0:
             shares = weights / total
             own = self._end(tf.constant(shares[self.worker], tf.float32)).numpy()
-            summed = self.parts.gathered(agreement, own)[0].sum(axis=0) if self.parts.workers > 1 else own
-            movement, update = np.sqrt(summed).tolist()
+            movement, update = np.sqrt(self.parts.of_replica(own).sum(axis=0)).tolist()
             drift = max(float(shares @ squares) - movement**2, 0.0) ** 0.5
             report = RoundReport(drift, movement, update, self.traffic_of_round.wire_bytes)
             self.done += 1

@@ -6,8 +6,8 @@ weights and state. With the same number of workers, a run resumes with the same 
 the round in progress with the movements of all saved workers, and begins with the mean of their inner optimizers.
 
 The file of a worker that holds only a part of a replica has the values of its own devices, which no other division of
-the model can use: such a run resumes with another division only between rounds, from the inner optimizer of the first
-replica.
+the model can use: such a run resumes with another division only if no round is in progress, from the inner optimizer of
+the first replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfpar.outer.local.parts import shape_here, value_here
 from tfpar.outer.local.rounds import Rounds
 from tfpar.outer.local.streaming import Streaming
 from tfpar.parallel.held import held_by
-from tfpar.parallel.split import shape_of, split_of, whole_here
+from tfpar.parallel.split import shape_of, split_of
 from tfpar.precision import LossScale
 
 import keras
@@ -62,7 +62,7 @@ def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndar
 
 
 def restore(
-    rounds: AnyRounds, saved_workers: int, saved_parts: int, read: Callable[[int], Arrays], rank: int
+    rounds: AnyRounds, saved_workers: int, saved_parts: int, read: Callable[[int], Arrays]
 ) -> tuple[LossScale | None, str]:
     """Continues where the workers of a saved run stopped. All variables of the checkpoint have been restored.
 
@@ -71,7 +71,6 @@ def restore(
       saved_workers: Number of workers of the saved run; those that held a replica between them count as one.
       saved_parts: Number of workers that held a replica between them.
       read: `(rank) -> arrays` of that worker's file.
-      rank: Rank of this worker.
 
     Returns:
       This worker's loss scale, or None to use the checkpoint's; and a line for the user, or an empty string.
@@ -81,13 +80,18 @@ def restore(
         another division.
     """
     rounds.start()
-    if max(saved_parts, rounds.parts.workers) > 1:
+    parts = rounds.parts
+    if max(saved_parts, parts.workers) > 1:
         first = read(0)
-        divided_alike = first.get(_PREFIX + "division") == _division(rounds.model_variables)
-        if not (divided_alike and (saved_workers, saved_parts) == (rounds.workers, rounds.parts.workers)):
+        if saved_parts != parts.workers or first.get(_PREFIX + "division") != _division(rounds.model_variables):
             return None, _begin_divided_otherwise(rounds, saved_workers * saved_parts, saved_parts, first)
+
+    def read_alike(worker: int) -> Arrays:
+        """The file of the worker of a replica that has the same part as this one."""
+        return read(worker * parts.workers + parts.part)
+
     if saved_workers == rounds.workers:
-        own = _checked(rounds, read(rank), rank)
+        own = _checked(rounds, read_alike(rounds.worker), rounds.worker)
         pending, weight, _ = own["round"].tolist()
         rounds.restore(own, same_workers=True)
         for variable, value in zip(rounds.kept, _group(own, "kept"), strict=True):
@@ -101,17 +105,20 @@ def restore(
         if scale is None:
             return None, ""
         return LossScale(tf.constant(scale[0], tf.float32), tf.constant(int(scale[1]), tf.int32)), ""
-    return None, _end_for_all(rounds, saved_workers, read)
+    return None, _end_for_all(rounds, saved_workers, read_alike)
 
 
 def _begin_divided_otherwise(rounds: AnyRounds, workers: int, parts: int, first: Arrays) -> str:
     """Begins a round from what the checkpoint itself has."""
-    pending, _, _ = first[_PREFIX + "round"].tolist()
-    if pending:
+    row = first.get(_PREFIX + "round")
+    if row is None:
+        raise ConfigError("the checkpoint is of a run without local steps. Start in another workdir with --warm_start.")
+    if row[0]:
         held = f", {parts} of which held a replica between them" if parts > 1 else ", each of which had whole replicas"
         raise ConfigError(
             f"the checkpoint was written within a round of {workers} workers{held}: their own weights fit only "
-            "the same --mesh on the same workers. Resume with these, or start in another workdir with --warm_start."
+            "the same --mesh with as many of them for a replica. Resume with these, or start in another workdir with "
+            "--warm_start."
         )
     rounds.restore({name.removeprefix(_PREFIX): array for name, array in first.items()}, same_workers=False)
     return "the model is divided in another way: all workers begin with the inner optimizer of the first replica"
@@ -131,8 +138,8 @@ def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Ar
     count = len(rounds.model_variables)
     landed = rounds.restore(_checked(rounds, read(0), 0), same_workers=False)
     own = rounds.own_share  # when a fragment arrives, a worker takes the rest, 1 - own, from the outer weights
-    outer = [np.asarray(whole_here(variable), np.float64) for variable in rounds.model_variables]
-    slots = [*map(whole_here, rounds.inner.variables)]
+    outer = [np.asarray(value_here(variable), np.float64) for variable in rounds.model_variables]
+    slots = [*map(value_here, rounds.inner.variables)]
     moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0
     sums = [np.zeros(value.shape, np.float64) for value in slots]
     for worker in range(saved_workers):
@@ -172,7 +179,7 @@ def _checked(rounds: AnyRounds, saved: Arrays, worker: int) -> dict[str, np.ndar
     fits = row is not None and row.shape == (3,) and bool(np.isfinite(row).all())
     if fits and row is not None:
         expected = {"kept": rounds.kept}
-        expected |= {"optimizer": rounds.inner.variables} if worker // rounds.parts.workers else {}
+        expected |= {"optimizer": rounds.inner.variables} if worker else {}
         expected |= {"inner": rounds.model_variables} if row[0] else {}
         fits = all(
             [value.shape for value in _group(arrays, name)] == [*map(shape_here, variables)]

@@ -119,7 +119,7 @@ class Streaming:
         self.applied = [0] * self.fragments
         self._running: dict[int, _RunningExchange] = {}
         self._counts = np.zeros([self.fragments, workers])
-        self._lost = LostWorkers(reports=worker == 0)
+        self._lost = LostWorkers(reports=worker == parts.part == 0)
 
     def retrace(self) -> None:
         """Traces the exchanges again the next time, because they have changed."""
@@ -193,16 +193,16 @@ class Streaming:
         """
         self.sets.show_inner()
         due = sorted(part for part, exchange in self._running.items() if exchange.due <= step)
-        reports = [self._finish_exchange(agreement, part, step) for part in due]
+        reports = [self._finish_exchange(part, step) for part in due]
         if finished:
             return [report for report in reports if report] + self.finish(agreement, step)
         for part, offset in enumerate(self._offsets):
             if step % self.steps == offset % self.steps:
                 if part in self._running:  # H has become smaller since its exchange started
-                    reports.append(self._finish_exchange(agreement, part, step))
-                self._start_exchange(agreement, part, step + self._options.delay)
+                    reports.append(self._finish_exchange(part, step))
+                self._start_exchange(part, step + self._options.delay)
                 if self._options.delay == 0:
-                    reports.append(self._finish_exchange(agreement, part, step))
+                    reports.append(self._finish_exchange(part, step))
         return [report for report in reports if report]
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
@@ -215,12 +215,13 @@ class Streaming:
         Raises:
           TrainingError: A worker contributed nothing three times in a row.
         """
+        del agreement
         self.sets.show_inner()
-        reports = [self._finish_exchange(agreement, part, step) for part in sorted(self._running)]
+        reports = [self._finish_exchange(part, step) for part in sorted(self._running)]
         for part in range(self.fragments):
             if self._counts[part].any():
-                self._start_exchange(agreement, part, step)
-                reports.append(self._finish_exchange(agreement, part, step, own_share=0.0))
+                self._start_exchange(part, step)
+                reports.append(self._finish_exchange(part, step, own_share=0.0))
         self.sets.take_back()
         self.pending = 0
         return [report for report in reports if report]
@@ -243,7 +244,8 @@ class Streaming:
         payload = sum(one.payload_bytes * time for one, time in zip(every, times, strict=True))
         sent = sum(one.wire_bytes * time for one, time in zip(every, times, strict=True))
         sent += STEP_BYTES * (self.workers * self.parts.workers - 1)
-        return Traffic(every[0].codec, every[0].pattern, round(payload), round(sent), dense.dense_bytes)
+        largest = max(every, key=lambda one: one.dense_bytes)  # a small fragment may have nothing to encode
+        return Traffic(largest.codec, largest.pattern, round(payload), round(sent), dense.dense_bytes)
 
     def apply(self, movement: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
         """See `Rounds.apply`."""
@@ -321,11 +323,11 @@ class Streaming:
 
     # The exchange of a fragment.
 
-    def _start_exchange(self, agreement: WorkerAgreement, part: int, due: int) -> None:
+    def _start_exchange(self, part: int, due: int) -> None:
         """Reads the movement of this worker, and starts its exchange."""
         programs = self._programs[part]
         row = np.array([float(math.isfinite(self.sets.moved())), programs.squared_movement()])
-        own = self._of_replica(agreement, row)
+        own = self.parts.of_replica(row)
         finite, squared = bool(own[:, 0].all()), float(own[:, 1].sum())
         total = float(self._counts[part].sum())
         share = self._counts[part, self.worker] / total if total else 1.0 / self.workers
@@ -336,9 +338,7 @@ class Streaming:
             self.sets.mend(self.inner.variables)
         self._running[part] = _RunningExchange(due, self._exchange.start(programs.sums(given)))
 
-    def _finish_exchange(
-        self, agreement: WorkerAgreement, part: int, step: int, own_share: float | None = None
-    ) -> RoundReport | None:
+    def _finish_exchange(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
         """Waits for the exchange of a fragment and applies it; None if no worker contributed."""
         values, vector = self._running.pop(part).result.result()
         total, spread, *flags = vector.numpy().tolist()
@@ -347,7 +347,7 @@ class Streaming:
         squares = self._apply_sums(part, values, vector, self.own_share if own_share is None else own_share)
         if squares is None:
             return None
-        movement, update = np.sqrt(self._of_replica(agreement, squares).sum(axis=0)).tolist()
+        movement, update = np.sqrt(self.parts.of_replica(squares).sum(axis=0)).tolist()
         if not (self._running or self._counts.any() or self.own_share):
             self.pending = 0
         drift = max(spread / total - movement**2, 0.0) ** 0.5
@@ -359,7 +359,3 @@ class Streaming:
             return None
         self.applied[part] += 1
         return self._programs[part].apply(values, own_share)
-
-    def _of_replica(self, agreement: WorkerAgreement, row: np.ndarray) -> np.ndarray:
-        """The rows `[k]` of the workers that hold this worker's replica between them: `[workers, k]`."""
-        return self.parts.gathered(agreement, row)[self.worker] if self.parts.workers > 1 else row[np.newaxis]

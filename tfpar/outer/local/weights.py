@@ -14,7 +14,7 @@ from typing import Any
 
 from tfpar.outer.local.parts import WHOLE, Parts, Tensors, squared_norm, value_here
 from tfpar.parallel.pipeline.devices import beside
-from tfpar.parallel.split import assign_whole, copies_of, copy_beside, peers_of, split_of, whole_here
+from tfpar.parallel.split import assign_whole, copies_of, copy_beside, peers_of, split_of
 
 import keras
 import numpy as np
@@ -81,8 +81,8 @@ class TwoSets:
         self.shown = not self.shown
 
     def moved(self) -> float:
-        """Returns the L2 norm of the movement of the weights that this worker counts; not finite if one of them or a
-        state is not."""
+        """Returns the L2 norm of the movement of the weights that this worker counts; not finite if a weight or a state
+        of this worker is not."""
         return float(self._norm().numpy())
 
     def inner_values(self) -> list[np.ndarray]:
@@ -90,8 +90,8 @@ class TwoSets:
         return [*map(value_here, self.outer if self.shown else self.model)]
 
     def outer_values(self) -> list[np.ndarray]:
-        """Returns copies of the outer weights and state."""
-        return [*map(whole_here, self.model if self.shown else self.outer)]
+        """Returns copies of the outer weights and state; see `value_here`."""
+        return [*map(value_here, self.model if self.shown else self.outer)]
 
     def assign_here(self, variable: keras.Variable, value: Any) -> None:
         """Assigns a result of `value_here` to this worker's copies of a variable, or to the parts of its devices."""
@@ -119,7 +119,8 @@ class TwoSets:
 
     def _movement_norm(self) -> tf.Tensor:
         weights, state = (self._moved(range(*ends)) for ends in ((0, self.count), (self.count, len(self.model))))
-        return tf.sqrt(squared_norm(weights)) + 0.0 * squared_norm(state)
+        others = [copy.read_value() for variable in self.model for copy in self._parts.not_counted(variable)]
+        return tf.sqrt(squared_norm(weights)) + 0.0 * squared_norm([*state, *others])
 
     def _moved(self, places: Sequence[int]) -> Tensors:
         """The movements of the variables with these indices that this worker counts, by parts."""

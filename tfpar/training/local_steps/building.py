@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tfpar import models
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import new_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
@@ -59,12 +61,23 @@ def build_rounds(
     where["parts"] = Parts(
         programs=len(strategy.extended.worker_devices) // topology.local_replicas,
         workers=topology.replica_workers,
+        part=topology.replica_part,
+        agreement=_within_replica(topology),
         counts_whole=topology.model_part == 0,
         own_variables=topology.pipeline_spans_workers,
     )
     if isinstance(exchange, FragmentExchange):
         return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
     return Rounds(*variables, inner=optimizer, exchange=exchange, **where)
+
+
+def _within_replica(topology: Topology) -> WorkerAgreement | None:
+    """The agreement between the workers that hold this worker's replica; None if it has the whole one."""
+    if topology.replica_workers == 1:
+        return None
+    first = topology.worker - topology.replica_part
+    group = new_group(range(first, first + topology.replica_workers), topology.worker)
+    return WorkerAgreement(group, "a round of local steps")
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:
@@ -74,7 +87,7 @@ def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.opt
             f"use_ema=True of the optimizer does not work with {flag}: its averages would be of weights that this "
             "worker alone has. Leave one of them out."
         )
-    if topology.workers > 1 and models.uses_synchronized_statistics(core.model):
+    if topology.data_workers > 1 and models.uses_synchronized_statistics(core.model):
         raise ConfigError(
             f"{flag}: the model synchronises batch statistics between the replicas of all workers in every step. Use "
             "--model_args=normalization=batch (tfpar.models.BatchNormalization(synchronized=False)), whose statistics "

@@ -56,7 +56,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
             "gradients of single steps. Use topk:SHARE alone; --outer_momentum gives rounds momentum."
         )
     options = models.options(config.model.model) if config.model.model in models.names() else {}
-    if topology.workers > 1 and (options | config.model.arguments()).get("normalization") == "sync_batch":
+    if topology.data_workers > 1 and (options | config.model.arguments()).get("normalization") == "sync_batch":
         raise ConfigError(
             f"{flag} does not work with --model_args=normalization=sync_batch, which needs all workers in every step. "
             "Use normalization=batch: its statistics are averaged at the end of a round."

@@ -228,8 +228,7 @@ class RunFiles:
             return None
         read = functools.partial(self._checkpointer.exchange_state, checkpoint.step)
         apart = run.get("replica_workers", 1)
-        rank = max(self._program.topology.worker, 0)
-        scale, message = local.restore(rounds, run["workers"] // apart, apart, read, rank)
+        scale, message = local.restore(rounds, run["workers"] // apart, apart, read)
         if message:
             self._message(message)
         return scale

@@ -63,8 +63,9 @@ class SynchronousLoop:
         """What one step costs on the wire."""
         program = self._context.program
         if self._rounds:
-            return self._rounds.traffic
-        between = program.exchange.traffic(program.topology.replicas, self._step.sidecar.length)
+            between = self._rounds.traffic
+        else:
+            between = program.exchange.traffic(program.topology.replicas, self._step.sidecar.length)
         return dataclasses.replace(between, model_axis_bytes=program.placing.model_axis_bytes)
 
     def check(self) -> None:

@@ -111,7 +111,7 @@ def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> d
     with activity("planning --mesh=auto", shown=tells):
         facts = _facts(config, subject, topology, measures=topology.device_type == "CPU")
         machine = _machine(config, topology, facts)
-        answer = search(question_of(config, facts, machine, keeps_exchange=True))
+        answer = search(question_of(config, facts, machine, keeps_exchange=True, device_type=topology.device_type))
     best = answer.best
     options = {name: best.plan.options()[name] for name in _DECIDED}
     if tells:
@@ -163,7 +163,8 @@ def check_memory(config: ExperimentConfig, subject: Subject) -> None:
         strategy=dataclasses.replace(config.strategy, mesh=AUTO, stages=""),
         train=dataclasses.replace(train, accumulate_steps=1, recompute="none", shard="none"),
     )
-    check_fits(question_of(anything, facts, _machine(config, topology, facts), keeps_exchange=True), plan)
+    machine, on = _machine(config, topology, facts), topology.device_type
+    check_fits(question_of(anything, facts, machine, keeps_exchange=True, device_type=on), plan)
 
 
 def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, measures: bool) -> Facts:

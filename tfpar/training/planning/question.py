@@ -31,6 +31,7 @@ def question_of(
     *,
     given: Mapping[str, object] | None = None,
     keeps_exchange: bool = False,
+    device_type: str = "CPU",
 ) -> Question:
     """The situation for which plans are sought.
 
@@ -40,6 +41,7 @@ def question_of(
       machine: Devices and links.
       given: Options that must keep their values even if these are the defaults.
       keeps_exchange: Whether `--exchange` keeps its value, even `auto`.
+      device_type: `CPU` or `GPU`.
     """
     train, strategy, given = config.train, config.strategy, given or {}
     shards = next(each.metadata["choices"] for each in dataclasses.fields(TrainConfig) if each.name == "shard")
@@ -65,7 +67,7 @@ def question_of(
         compiled=facts.compiled,
         compiles_update=facts.compiles_update,
         in_groups=facts.in_groups,
-        refusal=_refusals(config, facts, machine, keeps_exchange=keeps_exchange),
+        refusal=_refusals(config, facts, machine, device_type, keeps_exchange=keeps_exchange),
     )
 
 
@@ -96,7 +98,7 @@ def _outer_per_weight(outer: OuterConfig) -> int:
 
 
 def _refusals(
-    config: ExperimentConfig, facts: Facts, machine: Machine, *, keeps_exchange: bool
+    config: ExperimentConfig, facts: Facts, machine: Machine, device_type: str, *, keeps_exchange: bool
 ) -> Callable[[Plan], str]:
     """A function that returns why a run would refuse a plan."""
 
@@ -120,6 +122,7 @@ def _refusals(
             replica_workers=spans,
             pipeline_devices=mesh.pipeline,
             model_devices=mesh.model,
+            device_type=device_type,
         )
         try:
             check_beside_mesh(planned, mesh)
