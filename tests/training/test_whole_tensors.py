@@ -31,6 +31,11 @@ def test_the_weights_of_one_device(mesh, model, optimizer):
     assert any(map(split_of, trainer.model.trainable_variables))
     assert_as_alone(trainer, model, **options)
     assert not trainer.program.compiles_update
+    [(_, step)] = trainer.program._steps
+    rows = [[each is not None for each in chunk] for chunk in step._dealt._chunks]
+    loads = np.sum(rows, axis=0)
+    assert len(loads) == trainer.topology.model_devices
+    assert loads.max() - loads.min() <= 1
 
 
 def test_devices_share_the_work_and_send_no_more_than_the_parts(monkeypatch):

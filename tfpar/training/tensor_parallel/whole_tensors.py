@@ -33,7 +33,7 @@ class DealtTensors(WholeTensors):
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, axis: ModelAxis) -> None:
-        self._axis = axis
+        self._axis, size = axis, axis.size
         self._slots: dict[int, list[keras.Variable]] = {}
         alike: dict[Any, list[keras.Variable]] = {}
         for variable in keras_internals.trainable_variables(optimizer):
@@ -42,8 +42,15 @@ class DealtTensors(WholeTensors):
                 self._slots[id(variable)] = slots = slots_of(optimizer, variable)
                 kind = place_of(variable) or 0, tuple(variable.shape), variable.dtype, split, len(slots)
                 alike.setdefault(kind, []).append(variable)
-        starts = ((every, start) for every in alike.values() for start in range(0, len(every), axis.size))
-        self._chunks = [every[start : start + axis.size] for every, start in starts]
+        self._chunks: list[list[keras.Variable | None]] = []
+        dealt = 0
+        for every in alike.values():
+            for start in range(0, len(every), size):
+                row: list[keras.Variable | None] = [None] * size
+                for variable in every[start : start + size]:
+                    row[dealt % size] = variable  # the next device, also of the next kind
+                    dealt += 1
+                self._chunks.append(row)
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -56,55 +63,48 @@ class DealtTensors(WholeTensors):
         """See `WholeTensors`. One chunk after the other, so that few whole tensors exist at a time."""
         before: list[tf.Tensor] = []
         for chunk in self._chunks:
-            stage = place_of(chunk[0]) or 0
+            stage = next(place_of(each) or 0 for each in chunk if each is not None)
             with self._axis.on_own_device(stage) as place, tf.device(place.device), tf.control_dependencies(before):
-                before = [self._update_chunk(view, place, chunk, [gradients[id(each)] for each in chunk], rate)]
+                before = [self._update_chunk(view, place, chunk, gradients, rate)]
 
     def _update_chunk(
         self,
         view: PureUpdate,
         place: Place,
-        chunk: Sequence[keras.Variable],
-        gradients: Sequence[tf.Tensor],
+        chunk: Sequence[keras.Variable | None],
+        gradients: dict[int, tf.Tensor],
         rate: Any,
     ) -> tf.Tensor:
-        """Updates at most one weight for each device; returns what the last exchange received."""
-        split = model_split_of(chunk[0])
+        """Updates at most one weight on each device, in the order of `chunk`; returns what was received last."""
+        states = [[] if each is None else [each, *self._slots[id(each)]] for each in chunk]
+        some = next(state for state in states if state)
+        split, shape, elements = model_split_of(some[0]), some[0].shape, math.prod(some[0].shape)
         assert isinstance(split, Split)
-        states = [[variable, *self._slots[id(variable)]] for variable in chunk]
-        pairs = zip(gradients, states, strict=True)
-        rows = [_row([gradient, *(each.value for each in state)]) for gradient, state in pairs]
-        received = _swapped(place, rows)
-        if place.rank < len(chunk):
-            variable, *_ = state = states[place.rank]
-            shape = [place.size, 1 + len(state), *variable.shape]
-            gradient, *values = (split.joined_tensor(tf.unstack(each)) for each in _by_tensor(received, shape))
-            for each, value in zip(state, values, strict=True):
+
+        def row_of(state: Sequence[keras.Variable]) -> tf.Tensor:
+            if not state:
+                return tf.zeros([(1 + len(some)) * elements], some[0].dtype)
+            return _row([gradients[id(state[0])], *(each.value for each in state)])
+
+        received = place.swap(tf.stack([*map(row_of, states)]))
+        if own := states[place.rank]:
+            parts = tf.unstack(tf.reshape(received, [place.size, 1 + len(own), *shape]), axis=1)
+            gradient, *values = (split.joined_tensor(tf.unstack(each)) for each in parts)
+            for each, value in zip(own, values, strict=True):
                 view.put(each, value)
-            view.update_step(gradient, variable, rate)
-            parts = zip(*(split.part_tensors(each.value) for each in state), strict=True)
-            rows = [*map(_row, parts)]
+            view.update_step(gradient, own[0], rate)
+            rows = tf.stack([*map(_row, zip(*(split.part_tensors(each.value) for each in own), strict=True))])
         else:
-            rows = [tf.zeros([len(states[0]) * math.prod(chunk[0].shape)], received.dtype)] * place.size
-        returned = _swapped(place, rows)
-        for row, state in zip(tf.unstack(returned), states, strict=False):
-            for each, value in zip(state, tf.unstack(tf.reshape(row, [len(state), *chunk[0].shape])), strict=True):
-                view.put(each, value)
+            rows = tf.zeros([place.size, len(some) * elements], some[0].dtype)
+        returned = place.swap(rows)
+        for row, state in zip(tf.unstack(returned), states, strict=True):
+            if state:
+                new = tf.unstack(tf.reshape(row, [len(state), *shape]))
+                for each, value in zip(state, new, strict=True):
+                    view.put(each, value)
         return returned
 
 
 def _row(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """The tensors, all of the same shape, as a vector."""
     return tf.concat([tf.reshape(each, [-1]) for each in tensors], axis=0)
-
-
-def _by_tensor(rows: tf.Tensor, shape: Sequence[int]) -> list[tf.Tensor]:
-    """Rows of `_row` from all devices, as the parts `[devices, ...]` of each tensor."""
-    parts: list[tf.Tensor] = tf.unstack(tf.reshape(rows, shape), axis=1)
-    return parts
-
-
-def _swapped(place: Place, rows: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The rows that the devices have for this one, from the rows that this one has for them, or for the first ones."""
-    empty = [tf.zeros_like(rows[0])] * (place.size - len(rows))
-    return place.swap(tf.stack([*rows, *empty]))
