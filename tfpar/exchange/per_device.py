@@ -148,7 +148,7 @@ class PlacesReducer(Reducer):
         shapes: Sequence[tf.TensorShape],
     ) -> None:
         self.names = replica.place_names
-        self.digests = [_digest([(index, shapes[index].as_list()) for index in own]) for own in replica.indices]
+        self.digests = [digest_of([(index, shapes[index].as_list()) for index in own]) for own in replica.indices]
         self._reducers: Sequence[Reducer] = list(reducers)
         self._indices = [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
@@ -333,7 +333,8 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
         )
 
 
-def _digest(what: object) -> int:
+def digest_of(what: object) -> int:
+    """Returns a number of 64 bits that differs if the `repr` of an object does, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little")
 
 

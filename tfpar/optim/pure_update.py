@@ -116,7 +116,7 @@ class WholeTensors(abc.ABC):
 
         Args:
           view: What updates. In its scope, variables have the values of this device's parts.
-          gradients: The parts of the gradients, by `id` of the weight.
+          gradients: The parts of the gradients, by `id` of the weight; those of other weights, too.
           rate: The learning rate.
         """
 
@@ -179,10 +179,10 @@ class PureUpdate(OptimizerView):
     def view_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable], rate: Any) -> None:
         """The optimizer's rule, variable by variable."""
         if self._whole:
-            pairs = [*zip(gradients, variables, strict=True)]
-            self._whole.update(self, {id(each): gradient for gradient, each in pairs if each in self._whole}, rate)
-            rest = [pair for pair in pairs if pair[1] not in self._whole]
-            gradients, variables = [gradient for gradient, _ in rest], [variable for _, variable in rest]
+            by_variable = dict(zip(map(id, variables), gradients, strict=True))
+            self._whole.update(self, by_variable, rate)
+            variables = [variable for variable in variables if variable not in self._whole]
+            gradients = [by_variable[id(variable)] for variable in variables]
         later = {id(variable) for variable in self._decays_later}
         before: list[tf.Tensor] = []
         group: list[tf.Tensor] = []

@@ -31,17 +31,29 @@ class ReplicaPeers:
         return cls._of(topology, topology.pipeline_part, topology.pipeline_workers, topology.model_workers)
 
     @classmethod
+    def of_replica(cls, topology: Topology, activity: str) -> ReplicaPeers | None:
+        """Returns the workers that share a replica; None if this worker has the whole one.
+
+        Args:
+          topology: The topology of the run.
+          activity: What the agreement is for, see `WorkerAgreement`.
+        """
+        return cls._of(topology, topology.replica_part, topology.replica_workers, 1, activity)
+
+    @classmethod
     def of_layers(cls, topology: Topology) -> ReplicaPeers | None:
         """Returns the workers that divide the same layers; None if this worker has all parts of its layers."""
         return cls._of(topology, topology.model_part, topology.model_workers, 1)
 
     @classmethod
-    def _of(cls, topology: Topology, rank: int, size: int, step: int) -> ReplicaPeers | None:
+    def _of(
+        cls, topology: Topology, rank: int, size: int, step: int, activity: str = "reading a weight"
+    ) -> ReplicaPeers | None:
         if size == 1:
             return None
         first = topology.worker - rank * step
         members = range(first, first + size * step, step)
-        return cls(rank, WorkerAgreement(new_group(members, topology.worker), "reading a weight"))
+        return cls(rank, WorkerAgreement(new_group(members, topology.worker), activity))
 
     @property
     def size(self) -> int:

@@ -347,12 +347,12 @@ def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     name, mesh = config.optimizer.optimizer, topology.mesh
     sharded = config.train.shard != "none" and topology.replicas > 1
     # An owner of a shard has whole tensors of its stage, and none of the others.
-    owns = config.train.shard == "optimizer" and topology.replicas > 1
+    owns = sharded and config.train.shard == "optimizer"
     spans = mesh.pipeline > 1 and topology.replica_workers > 1
     # Without shards, the devices of a model axis put whole tensors together.
     joins = not spans and not sharded and name != "adafactor"
     divides = (mesh.model > 1 and not joins) or (spans and not owns)
-    shards = config.train.shard == "weights" and topology.replicas > 1
+    shards = sharded and config.train.shard == "weights"
     if name in optimizers.NEEDS_WHOLE and (divides or shards):
         by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
         instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"

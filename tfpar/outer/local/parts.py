@@ -14,6 +14,7 @@ from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.parallel.pipeline.devices import beside
+from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import copies_of, counted_copies, peers_of, ranks_here, split_of, whole_here
 
 import keras
@@ -30,20 +31,26 @@ class Parts:
     Attributes:
       programs: Programs that the strategy runs on this worker for a replica; several if a model axis divides its
         weights.
-      workers: Number of workers that hold a replica between them, with consecutive ranks.
-      part: Index of this worker among them, from 0.
-      agreement: The agreement between them; None if there is one.
+      peers: The workers that hold a replica between them, with consecutive ranks; None if each worker has whole ones.
       counts_whole: Whether this worker counts the weights that are not divided, as one of those that divide the same
         layers does.
       own_variables: Whether workers create different variables, because they have different stages of a pipeline.
     """
 
     programs: int = 1
-    workers: int = 1
-    part: int = 0
-    agreement: WorkerAgreement | None = None
+    peers: ReplicaPeers | None = None
     counts_whole: bool = True
     own_variables: bool = False
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that hold a replica between them."""
+        return self.peers.size if self.peers else 1
+
+    @property
+    def part(self) -> int:
+        """Index of this worker among them, from 0."""
+        return self.peers.rank if self.peers else 0
 
     def scope(self, strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
         """Returns the scope in which weights beside those of the model are created."""
@@ -55,7 +62,7 @@ class Parts:
 
     def of_replica(self, row: np.ndarray) -> np.ndarray:
         """Returns the rows `[k]` of the workers of this worker's replica, `[workers, k]`. They call it together."""
-        return np.stack(self.agreement.gather_arrays(row)) if self.agreement else row[np.newaxis]
+        return np.stack(self.peers.agreement.gather_arrays(row)) if self.peers else row[np.newaxis]
 
     def not_counted(self, variable: keras.Variable) -> Sequence[Any]:
         """Returns this worker's copies of a variable, or parts of it, that `counted` leaves out, in its replica."""

@@ -12,10 +12,10 @@ the first replica.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
+from tfpar.exchange.per_device import digest_of
 from tfpar.outer.local.parts import shape_here, value_here
 from tfpar.outer.local.rounds import Rounds
 from tfpar.outer.local.streaming import Streaming
@@ -130,7 +130,7 @@ def _division(variables: Sequence[keras.Variable]) -> int:
     for variable in variables:
         held = held_by(variable)
         facts.append((shape_of(variable), held.ranks if held else (), held.split if held else split_of(variable)))
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
+    return digest_of(facts)
 
 
 def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:

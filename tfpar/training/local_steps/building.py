@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tfpar import models
-from tfpar.collectives.agreement import WorkerAgreement
-from tfpar.collectives.tensorflow import new_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.local import AnyRounds, FragmentExchange, Parts, Rounds, Streaming
+from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import frozen_weights
@@ -60,24 +59,13 @@ def build_rounds(
     where: dict[str, Any] = {"strategy": strategy, "worker": topology.data_worker, "workers": topology.data_workers}
     where["parts"] = Parts(
         programs=len(strategy.extended.worker_devices) // topology.local_replicas,
-        workers=topology.replica_workers,
-        part=topology.replica_part,
-        agreement=_within_replica(topology),
+        peers=ReplicaPeers.of_replica(topology, "a round of local steps"),
         counts_whole=topology.model_part == 0,
         own_variables=topology.pipeline_spans_workers,
     )
     if isinstance(exchange, FragmentExchange):
         return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
     return Rounds(*variables, inner=optimizer, exchange=exchange, **where)
-
-
-def _within_replica(topology: Topology) -> WorkerAgreement | None:
-    """The agreement between the workers that hold this worker's replica; None if it has the whole one."""
-    if topology.replica_workers == 1:
-        return None
-    first = topology.worker - topology.replica_part
-    group = new_group(range(first, first + topology.replica_workers), topology.worker)
-    return WorkerAgreement(group, "a round of local steps")
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:
