@@ -14,20 +14,23 @@ else()
     file(STRINGS ${TFPAR_GLOO_INCLUDE}/gloo/config.h lines REGEX "define GLOO_VERSION_(MAJOR|MINOR|PATCH) ")
     list(TRANSFORM lines REPLACE "[^0-9]+" "" OUTPUT_VARIABLE numbers)
     list(JOIN numbers "." TFPAR_GLOO_VERSION)
-    if(TFPAR_GLOO_VERSION MATCHES "^0\\.5\\." AND EXISTS ${TFPAR_GLOO_INCLUDE}/gloo/transport/tcp/listener.h)
-      # Its version number has stayed the same. Its devices listen by themselves (adopted_pairs.cc).
-      set(problem "Gloo at ${TFPAR_GLOO_INCLUDE} is of May 2023 or later; the transport is written for that of Debian 12")
-    elseif(TFPAR_GLOO_VERSION MATCHES "^0\\.5\\.")
+    set(TFPAR_GLOO_INCLUDES ${TFPAR_GLOO_INCLUDE})
+    if(NOT EXISTS ${TFPAR_GLOO_INCLUDE}/gloo/common/memory.h)
+      list(APPEND TFPAR_GLOO_INCLUDES ${CMAKE_CURRENT_LIST_DIR}/../tfpar_ops/transport/gloo_missing)
+    endif()
+    # adopted_pairs.cc uses what is not part of Gloo's interface, and Gloo's version number has stayed the same for years.
+    set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+    try_compile(compiles SOURCES ${CMAKE_CURRENT_LIST_DIR}/../tfpar_ops/transport/adopted_pairs.cc NO_CACHE
+      CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR};${TFPAR_GLOO_INCLUDES}"
+      CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON OUTPUT_VARIABLE output)
+    unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
+    if(compiles)
       set(TFPAR_HAVE_GLOO TRUE)
     else()
-      set(problem "Gloo ${TFPAR_GLOO_VERSION} at ${TFPAR_GLOO_INCLUDE} is not 0.5, which the transport is written for")
+      string(REGEX MATCH "[^\n]*error: [^\n]*" problem "${output}")
+      set(problem "Gloo ${TFPAR_GLOO_VERSION} at ${TFPAR_GLOO_INCLUDE} differs from what the transport is written for: ${problem}")
     endif()
   endif()
-endif()
-
-set(TFPAR_GLOO_INCLUDES ${TFPAR_GLOO_INCLUDE})
-if(TFPAR_HAVE_GLOO AND NOT EXISTS ${TFPAR_GLOO_INCLUDE}/gloo/common/memory.h)
-  list(APPEND TFPAR_GLOO_INCLUDES ${CMAKE_CURRENT_LIST_DIR}/../tfpar_ops/transport/gloo_missing)
 endif()
 
 if(TFPAR_HAVE_GLOO)

@@ -4,6 +4,12 @@
 #include <gloo/transport/tcp/context.h>
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/tcp/pair.h>
+// Since May 2023, a device of Gloo listens for all of its pairs. Before, each pair listened on its own port.
+#if __has_include(<gloo/transport/tcp/listener.h>)
+#define TFPAR_GLOO_DEVICE_LISTENS
+#include <gloo/transport/tcp/listener.h>
+#include <gloo/transport/tcp/socket.h>
+#endif
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -33,17 +39,17 @@ tcp::Address AddressBy(int (*ask)(int, sockaddr*, socklen_t*), int connection) {
   return tcp::Address(address);
 }
 
-// Gloo 0.5 before May 2023: a pair listens on its own port as soon as it is created, and accepts the first client.
-// This class closes that port and uses an existing connection instead. It must be created in the thread of the device's
-// loop, the only one that accepts: so no client is ever accepted.
+// A pair that uses an existing connection. It must be created by `CreatePairs`.
 class AdoptedPair final : public tcp::Pair {
  public:
   AdoptedPair(tcp::Context* context, tcp::Device* device, int rank, std::chrono::milliseconds timeout, int connection)
       : tcp::Pair(context, device, rank, timeout) {
     std::lock_guard<std::mutex> lock(m_);
+#ifndef TFPAR_GLOO_DEVICE_LISTENS
     device_->unregisterDescriptor(fd_, this);
     ::close(fd_);
     fd_ = -1;  // if this throws, the base class must not close it
+#endif
     self_ = AddressBy(getsockname, connection);
     peer_ = AddressBy(getpeername, connection);
     device_->registerDescriptor(connection, EPOLLIN, this);
@@ -66,6 +72,38 @@ class AdoptingContext final : public tcp::Context {
     pairs_[rank] = std::make_unique<AdoptedPair>(this, device_.get(), rank, getTimeout(), connection);
   }
 };
+
+#ifdef TFPAR_GLOO_DEVICE_LISTENS
+
+// Both members are private, but an explicit instantiation may name them.
+std::shared_ptr<tcp::Listener>& ListenerOf(tcp::Device& device);
+std::shared_ptr<tcp::Socket>& SocketOf(tcp::Listener& listener);
+
+template <std::shared_ptr<tcp::Listener> tcp::Device::*kListener, std::shared_ptr<tcp::Socket> tcp::Listener::*kSocket>
+struct PrivateMembers {
+  friend std::shared_ptr<tcp::Listener>& ListenerOf(tcp::Device& device) { return device.*kListener; }
+  friend std::shared_ptr<tcp::Socket>& SocketOf(tcp::Listener& listener) { return listener.*kSocket; }
+};
+template struct PrivateMembers<&tcp::Device::listener_, &tcp::Listener::listener_>;
+
+// The device's port is closed before this function returns. Until then it listens on the loopback interface, and no pair
+// gets what connects to it. The listener stays: a pair asks it for the address that it would tell another one.
+std::shared_ptr<tcp::Device> CreateDevice(const std::string& host) {
+  const char* loopback = host.find(':') == std::string::npos ? "127.0.0.1" : "::1";
+  auto device = std::dynamic_pointer_cast<tcp::Device>(tcp::CreateDevice(tcp::attr(loopback)));
+  tcp::Listener& listener = *ListenerOf(*device);
+  device->unregisterDescriptor(SocketOf(listener)->fd(), &listener);
+  SocketOf(listener).reset();
+  return device;
+}
+
+void CreatePairs(tcp::Device&, const std::function<void()>& create) { create(); }
+
+#else
+
+std::shared_ptr<tcp::Device> CreateDevice(const std::string& host) {
+  return std::dynamic_pointer_cast<tcp::Device>(tcp::CreateDevice(tcp::attr(host.c_str())));
+}
 
 // Runs a function in the thread of a device's loop, and waits for it.
 class InLoop final : public tcp::Handler {
@@ -107,6 +145,11 @@ class InLoop final : public tcp::Handler {
   std::promise<void> done_;
 };
 
+// In the loop's thread, the only one that accepts: so a pair accepts no client before its port is closed.
+void CreatePairs(tcp::Device& device, std::function<void()> create) { InLoop::Run(device, std::move(create)); }
+
+#endif
+
 void Prepare(int connection) {
   const int on = 1;
   if (setsockopt(connection, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)) != 0 ||
@@ -125,10 +168,10 @@ std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> conne
     }
   };
   try {
-    const auto device = std::dynamic_pointer_cast<tcp::Device>(tcp::CreateDevice(tcp::attr(host.c_str())));
+    const auto device = CreateDevice(host);
     auto context = std::make_shared<AdoptingContext>(device, rank, static_cast<int>(connections.size()));
     context->setTimeout(timeout);
-    InLoop::Run(*device, [&] {
+    CreatePairs(*device, [&] {
       for (size_t peer = 0; peer < connections.size(); ++peer) {
         if (connections[peer] < 0) continue;
         Prepare(connections[peer]);

@@ -1,4 +1,6 @@
 // Calls that fail, workers that leave, and connections that are refused.
+#include <sys/socket.h>
+
 #include <chrono>
 #include <exception>
 #include <string>
@@ -8,9 +10,22 @@
 
 #include "../check.h"
 #include "tfpar_ops/transport/mesh.h"
+#include "tfpar_ops/transport/peer_listener.h"
 #include "workers.h"
 
 namespace {
+
+// Sockets of this process that accept connections.
+int ListeningSockets() {
+  constexpr int kDescriptors = 4096;
+  int found = 0;
+  for (int descriptor = 0; descriptor < kDescriptors; ++descriptor) {
+    int listens = 0;
+    socklen_t length = sizeof(listens);
+    found += getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 && listens != 0;
+  }
+  return found;
+}
 
 using tfpar::Call;
 using tfpar::Collective;
@@ -21,6 +36,14 @@ using workers::Meshes;
 using workers::SumCall;
 using workers::Together;
 using workers::Waiting;
+
+// Neither the transport's own port is open any more, nor one of Gloo.
+TEST(ConnectedWorkersListenOnNoPort) {
+  const Meshes meshes = Connected(3);
+  CHECK(ListeningSockets() == 0, std::to_string(ListeningSockets()));
+  const tfpar::PeerListener listener({0, 2, "token"}, "127.0.0.1");
+  CHECK(ListeningSockets() == 1, "the count sees no socket");
+}
 
 TEST(ACallThatIsRefusedDoesNotBegin) {
   const Meshes meshes = Connected(2);
