@@ -21,7 +21,7 @@ else()
     # adopted_pairs.cc uses what is not part of Gloo's interface, and Gloo's version number has stayed the same for years.
     set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
     try_compile(compiles SOURCES ${CMAKE_CURRENT_LIST_DIR}/../tfpar_ops/transport/adopted_pairs.cc NO_CACHE
-      CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR};${TFPAR_GLOO_INCLUDES}"
+      CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_LIST_DIR}/..;${TFPAR_GLOO_INCLUDES}"
       CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON OUTPUT_VARIABLE output)
     unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
     if(compiles)

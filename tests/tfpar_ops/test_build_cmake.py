@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.tfpar_ops.checkout import PACKAGE, ROOT
+from tfpar.collectives import gloo
 
 import pytest
 
@@ -160,35 +161,30 @@ def test_gpu_kernels_are_left_out_with_a_line_that_says_why(tmp_path, nvcc):
 
 def find_gloo(tmp_path: pathlib.Path, *options: str, **environ: str) -> str:
     """What cmake/gloo.cmake prints."""
-    script = tmp_path / "find.cmake"
-    script.write_text(f"include({ROOT}/cmake/gloo.cmake)\n")
-    result = cmake(*options, "-P", script, **environ)
+    script = tmp_path / "CMakeLists.txt"
+    script.write_text(f"cmake_minimum_required(VERSION 3.28)\nproject(find CXX)\ninclude({ROOT}/cmake/gloo.cmake)\n")
+    result = cmake("--fresh", *options, "-S", tmp_path, "-B", tmp_path / "build", **environ)
     return " ".join((result.stdout + result.stderr).split())
 
 
 def test_a_build_without_gloo_says_why(tmp_path):
-    assert "tfpar_ops: no transport of its own: TFPAR_GLOO=0" in find_gloo(tmp_path, "-DTFPAR_GLOO=0")
+    left_out = cmake("-DTFPAR_GLOO=0", "-P", ROOT / "cmake" / "gloo.cmake")
+    assert "tfpar_ops: no transport of its own: TFPAR_GLOO=0" in left_out.stdout + left_out.stderr
     home = tmp_path / "home"
-    for folder, name in (("include/gloo", "config.h"), ("lib", "libgloo.so")):
-        (home / folder).mkdir(parents=True)
-        (home / folder / name).touch()
-
-    def version(number: str) -> None:
-        lines = zip(("MAJOR", "MINOR", "PATCH"), number.split("."), strict=True)
-        text = "".join(f"#define GLOO_VERSION_{name} {part}\n" for name, part in lines)
-        (home / "include" / "gloo" / "config.h").write_text(text)
-
-    version("0.5.0")
-    assert "tfpar_ops: transport: Gloo 0.5.0" in find_gloo(tmp_path, GLOO_HOME=str(home))
-    listener = home / "include" / "gloo" / "transport" / "tcp" / "listener.h"
-    listener.parent.mkdir(parents=True)
-    listener.touch()  # of later releases of the same version
-    later = f"no transport of its own: Gloo at {home}/include is of May 2023 or later"
-    assert later in find_gloo(tmp_path, GLOO_HOME=str(home))
-    version("1.2.0")
-    other = f"Gloo 1.2.0 at {home}/include is not 0.5, which the transport is written for"
-    assert f"no transport of its own: {other}" in find_gloo(tmp_path, GLOO_HOME=str(home))
-    assert f"TFPAR_GLOO=1, but {other}." in find_gloo(tmp_path, "-DTFPAR_GLOO=1", GLOO_HOME=str(home))
+    for path, text in (
+        (
+            "include/gloo/config.h",
+            "".join(f"#define GLOO_VERSION_{each}\n" for each in ("MAJOR 1", "MINOR 2", "PATCH 0")),
+        ),
+        ("include/gloo/transport/tcp/context.h", "#error contexts are gone\n"),
+        ("lib/libgloo.so", ""),
+    ):
+        (home / path).parent.mkdir(parents=True)
+        (home / path).write_text(text)
+    other = f"Gloo 1.2.0 at {home}/include differs from what the transport is written for: "
+    for options, before in (((), "tfpar_ops: no transport of its own: "), (("-DTFPAR_GLOO=1",), "TFPAR_GLOO=1, but ")):
+        printed = find_gloo(tmp_path, *options, GLOO_HOME=str(home))
+        assert re.search(re.escape(before + other) + ".*error: #error contexts are gone", printed)
 
 
 def test_an_nvcc_that_knows_only_some_gpus(tmp_path, nvcc):
@@ -204,3 +200,9 @@ def test_an_nvcc_that_knows_only_some_gpus(tmp_path, nvcc):
     found, printed = find_nvcc(tmp_path, CUDA_HOME=str(tmp_path))
     assert found == ""
     assert "comes without libcudart_static.a" in printed
+
+
+def test_the_chunks_of_the_cost_model_are_those_of_the_transport():
+    header = (PACKAGE / "transport" / "running_call.h").read_text()
+    kibibytes = re.search(r"kChunkBytes = int64_t\{(\d+)\} << 10;", header)
+    assert int(kibibytes[1]) << 10 == gloo.CHUNK_BYTES

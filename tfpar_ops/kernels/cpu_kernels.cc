@@ -10,16 +10,13 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/threadpool.h"
 #include "tfpar_ops/core/codec.h"
+#include "tfpar_ops/core/units.h"
 #include "tfpar_ops/kernels/arguments.h"
 #include "tfpar_ops/kernels/codec_kernels.h"
 
 namespace tfpar {
 namespace {
 
-// Work is divided into units of this many elements for any number of threads, so that sums do not depend on the number.
-// A unit is 128 KB of gradient: small enough that a few threads share the units evenly, and large enough that the cost
-// of scheduling one is negligible.
-constexpr int64_t kUnitElements = 32768;
 constexpr int64_t kSmallestBlock = 64;
 
 // Fewer elements than this are processed by the calling thread: waking another thread costs about as much.

@@ -10,8 +10,6 @@
 namespace tfpar {
 namespace {
 
-// Approximate. A message costs tens of microseconds of processor time: docs/benchmarks/exchange.md has the measurement.
-constexpr int64_t kChunkBytes = int64_t{512} << 10;
 // Number of chunks of a shard that are in memory, for each member and direction.
 constexpr int kWindow = 4;
 // How many chunks after it was encoded a chunk is summed, and how many after it was encoded the others' sums of it are decoded:

@@ -7,13 +7,11 @@
 #include <vector>
 
 #include "tfpar_ops/core/codec.h"
+#include "tfpar_ops/core/units.h"
 
 namespace tfpar {
 
-// A unit of work on codecs has this many elements, whatever the number of threads, so that norms do not depend on it.
-constexpr int64_t kUnitElements = 32768;
-
-// Calls `work` for the units [0, units), in any order and number of threads, and returns when all are done.
+// Calls `work` for the units (core/units.h) [0, units), in any order and number of threads, and returns when all are done.
 using ForEachUnit = std::function<void(int64_t units, const std::function<void(int64_t)>& work)>;
 
 // A vector of `total` elements, in parts, is cut into one shard of `shard` elements for each member; the last shards may extend

@@ -108,11 +108,16 @@ void Mesh::WakeAll() {
 void Mesh::Start(Call call) {
   auto kept = std::make_shared<Call>(std::move(call));
   if (kept->coded) kept->turn = turns_.NextNumber();
-  threads_.Run([this, kept] {
+  const std::string problem = threads_.Run([this, kept] {
     const Outcome outcome = Execute(*kept);
     const auto done = std::move(kept->done);
     done(outcome);
   });
+  if (problem.empty()) return;
+  // The other members are in the middle of this call, so all later ones fail too.
+  const Outcome outcome{Outcome::kLost, "this worker has no thread for a call: " + problem};
+  Abort(outcome.kind, outcome.message);
+  kept->done(outcome);
 }
 
 Outcome Mesh::Execute(Call& call) {

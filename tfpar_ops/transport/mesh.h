@@ -74,7 +74,7 @@ struct Call {
   // Called before the call begins, in the thread that calls `done` later; an outcome other than kDone ends the call. May be
   // null.
   std::function<Outcome()> prepare;
-  std::function<void(const Outcome&)> done;  // called once, in another thread
+  std::function<void(const Outcome&)> done;  // called once: in another thread, or by Start if there is no thread left
 };
 
 class Mesh {

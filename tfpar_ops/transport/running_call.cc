@@ -12,9 +12,6 @@
 namespace tfpar {
 namespace {
 
-// Sums are sent in chunks: while one is added up, the next ones are being sent, and little memory is needed for received bytes.
-// Measured on the four hosts of docs/benchmarks/exchange.md: 256 KiB to 1 MiB are equally fast.
-constexpr size_t kChunkBytes = size_t{512} << 10;
 constexpr int kWindow = 4;
 // Below this many bytes for each worker, every worker sends everything to every other one: one round trip instead of two.
 constexpr size_t kSmallBytes = size_t{8} << 10;

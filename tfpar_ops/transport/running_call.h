@@ -3,6 +3,7 @@
 #define TFPAR_OPS_TRANSPORT_RUNNING_CALL_H_
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,11 @@ namespace tfpar {
 
 // Longer than any run: a timeout of Gloo would close all connections.
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+// Sums and payloads are sent in chunks of about this size: while one is added up, the next ones are being sent, and little
+// memory is needed for received bytes. A message costs tens of microseconds of processor time; 256 KiB to 1 MiB are equally fast
+// on the four hosts of docs/benchmarks/exchange.md.
+constexpr int64_t kChunkBytes = int64_t{512} << 10;
 
 // Gloo's messages begin with a place in its source code; this returns the rest, which is for users.
 std::string WithoutPlace(const std::string& message);

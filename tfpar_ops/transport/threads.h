@@ -1,4 +1,5 @@
 // Threads that are kept for later tasks. A task never waits for the thread of another one: if all are busy, one is added.
+// Where the system has no thread left, the task is refused.
 #ifndef TFPAR_OPS_TRANSPORT_THREADS_H_
 #define TFPAR_OPS_TRANSPORT_THREADS_H_
 
@@ -6,6 +7,8 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -28,14 +31,19 @@ class Threads {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void Run(std::function<void()> task) {
+  // Returns why the task will not run; empty if it will.
+  std::string Run(std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (idle_ < tasks_.size()) {
-      threads_.emplace_back([this] { Work(); });
-    } else {
-      ready_.notify_one();
+    if (idle_ <= tasks_.size()) {
+      try {
+        threads_.emplace_back([this] { Work(); });
+      } catch (const std::system_error& error) {
+        return error.what();
+      }
     }
+    tasks_.push_back(std::move(task));
+    ready_.notify_one();
+    return "";
   }
 
   size_t size() const {

@@ -4,10 +4,13 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,16 +20,40 @@
 namespace tfpar {
 namespace {
 
+struct OpenMesh {
+  std::shared_ptr<Mesh> mesh;
+  std::shared_future<void> ended;
+};
+
 struct Meshes {
   std::mutex mutex;
   int64_t last = 0;
-  std::map<int64_t, std::shared_ptr<Mesh>> by_number;
+  std::map<int64_t, OpenMesh> by_number;
 };
 
 // Never destroyed: threads of TensorFlow may still use it while a process destroys its static objects.
 Meshes& All() {
   static Meshes* meshes = new Meshes;
   return *meshes;
+}
+
+// A mesh that ends in a thread of its own. It waits for its calls, and each of these for TensorFlow's cancellation of it, which
+// also holds the mesh (started_call.h): if the mesh ended there, both would wait forever.
+OpenMesh EndingApart(std::unique_ptr<Mesh> mesh) {
+  auto ended = std::make_shared<std::promise<void>>();
+  const auto end = [ended](Mesh* mesh) {
+    const auto work = [mesh, ended] {
+      delete mesh;
+      ended->set_value();
+    };
+    try {
+      std::thread(work).detach();
+    } catch (const std::system_error&) {  // no thread is left
+      work();
+    }
+  };
+  std::shared_future<void> future = ended->get_future().share();
+  return {std::shared_ptr<Mesh>(mesh.release(), end), std::move(future)};
 }
 
 void Say(const std::exception& error, char* message, size_t size) {
@@ -39,14 +66,17 @@ std::shared_ptr<Mesh> FindMesh(int64_t number) {
   Meshes& all = All();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.by_number.find(number);
-  return found == all.by_number.end() ? nullptr : found->second;
+  return found == all.by_number.end() ? nullptr : found->second.mesh;
 }
 
 }  // namespace tfpar
 
 using tfpar::All;
+using tfpar::EndingApart;
 using tfpar::FindMesh;
 using tfpar::Mesh;
+using tfpar::OpenMesh;
+using tfpar::Outcome;
 
 extern "C" {
 
@@ -55,8 +85,8 @@ int32_t tfpar_transport_abi_version(void) { return TFPAR_TRANSPORT_ABI_VERSION; 
 int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, const char* token,
                                int64_t timeout_ms, char* message, size_t message_size) {
   try {
-    auto mesh = std::make_shared<Mesh>(rank, std::vector<std::string>(names, names + size), host, token,
-                                       std::chrono::milliseconds(timeout_ms));
+    OpenMesh mesh = EndingApart(std::make_unique<Mesh>(rank, std::vector<std::string>(names, names + size), host, token,
+                                                       std::chrono::milliseconds(timeout_ms)));
     auto& all = All();
     std::lock_guard<std::mutex> lock(all.mutex);
     all.by_number[++all.last] = std::move(mesh);
@@ -104,15 +134,18 @@ void tfpar_transport_abort(int64_t number, const char* reason) {
 }
 
 void tfpar_transport_close(int64_t number) {
-  std::shared_ptr<Mesh> mesh;
+  OpenMesh closing;
   auto& all = All();
   {
     std::lock_guard<std::mutex> lock(all.mutex);
     const auto found = all.by_number.find(number);
     if (found == all.by_number.end()) return;
-    mesh = std::move(found->second);
+    closing = std::move(found->second);
     all.by_number.erase(found);
   }
+  closing.mesh->Abort(Outcome::kCancelled, "the transport was closed");
+  closing.mesh.reset();
+  closing.ended.wait();
 }
 
 }  // extern "C"

@@ -1,8 +1,12 @@
 // Calls that fail, workers that leave, and connections that are refused.
+#include <sys/resource.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
+#include <future>
 #include <string>
 #include <thread>
 #include <utility>
@@ -11,6 +15,7 @@
 #include "../check.h"
 #include "tfpar_ops/transport/mesh.h"
 #include "tfpar_ops/transport/peer_listener.h"
+#include "tfpar_ops/transport/threads.h"
 #include "workers.h"
 
 namespace {
@@ -44,6 +49,35 @@ TEST(ConnectedWorkersListenOnNoPort) {
   const tfpar::PeerListener listener({0, 2, "token"}, "127.0.0.1");
   CHECK(ListeningSockets() == 1, "the count sees no socket");
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space without a limit
+TEST(ATaskIsRefusedWhereNoThreadIsLeft) {
+  std::atomic<int> ran{0};
+  int accepted = 0;
+  std::string problem;
+  {
+    tfpar::Threads threads;
+    std::promise<void> end;
+    const std::shared_future<void> ending = end.get_future().share();
+    const auto task = [&ran, ending] {
+      ending.wait();
+      ++ran;
+    };
+    rlimit before;
+    CHECK(getrlimit(RLIMIT_AS, &before) == 0, "getrlimit");
+    const rlimit none{std::min<rlim_t>(1 << 20, before.rlim_max), before.rlim_max};
+    CHECK(setrlimit(RLIMIT_AS, &none) == 0, "setrlimit");
+    // The first ones get the memory of threads that have ended.
+    for (; accepted < 1000 && (problem = threads.Run(task)).empty(); ++accepted) {
+    }
+    CHECK(setrlimit(RLIMIT_AS, &before) == 0, "setrlimit");
+    CHECK(!problem.empty(), "all tasks were accepted");
+    CHECK(threads.Run(task).empty(), "a task that came when there was memory again");
+    end.set_value();
+  }
+  CHECK(ran == accepted + 1, std::to_string(ran));
+}
+#endif
 
 TEST(ACallThatIsRefusedDoesNotBegin) {
   const Meshes meshes = Connected(2);
