@@ -70,9 +70,7 @@ def build_wheel(source: pathlib.Path, version: str) -> pathlib.Path:
         constraint.write_text(f"tensorflow=={version}\n")
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
         arguments = (f"--wheel-dir={made}", f"--build-constraint={constraint}", str(source))
-        # The transport would bring Gloo and what that needs along, which nobody has tried on another system.
-        environ = {"TFPAR_LOCAL_VERSION": "1", "TFPAR_GLOO": os.environ.get("TFPAR_GLOO") or "0"}
-        run(*pip, *arguments, environ=environ)
+        run(*pip, *arguments, environ={"TFPAR_LOCAL_VERSION": "1"})
         (wheel,) = made.glob("*.whl")
         before = set(DIST.glob("*.whl"))
         for old in before:
