@@ -39,11 +39,27 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
       strategy: The strategy that the weights were created under.
       weights: The trainable weights.
     """
-    copies = len(strategy.experimental_local_results(weights[0].value)) if weights else 0
     return [
         run_state.sha256_of_blocks((weight.path, whole_blocks(weight, copy)) for weight in weights)
-        for copy in range(copies)
+        for copy in range(_copies(strategy, weights))
     ]
+
+
+def weight_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[dict[str, str]]:
+    """SHA-256 of each weight by its path, for every replica of this process, as in `replica_digests`.
+
+    Args:
+      strategy: The strategy that the weights were created under.
+      weights: The trainable weights.
+    """
+    return [
+        {weight.path: run_state.sha256_of_blocks([(weight.path, whole_blocks(weight, copy))]) for weight in weights}
+        for copy in range(_copies(strategy, weights))
+    ]
+
+
+def _copies(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> int:
+    return len(strategy.experimental_local_results(weights[0].value)) if weights else 0
 
 
 def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import tfpar
 from tests.training.trainers import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
 from tfpar.checkpoint import checkpointer
@@ -133,6 +135,19 @@ def test_hooks_change_nothing_but_what_they_say(replicas):
     assert_same_bits(everything(plain), everything(hooked))
     assert [entry[:3] for entry in seen] == [(2, 2, -1), (4, 2, -1), (6, 2, EPOCH), (8, 2, EPOCH)]
     assert len({entry[3] for entry in seen}) == 4  # the weights are those of the step
+
+
+def test_a_hook_that_changes_one_replica_is_told_which_weight_differs():
+    trainer = trainer_of(strategy="mirrored", devices=2)
+
+    def disturb(state: tfpar.LoopState) -> None:
+        bias = trainer.model.trainable_variables[1]
+        trainer.runtime.strategy.experimental_local_results(bias.value)[1].assign(bias + 1.0)
+
+    weights = len(trainer.model.trainable_variables)
+    expected = f"1 of {weights} weights, the first of them {trainer.model.trainable_variables[1].path!r}, on a replica"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
+        trainer.fit(source(), steps=2, hooks=[tfpar.Hook(2, disturb)])
 
 
 def test_a_hook_that_stops_a_run_finishes_it(tmp_path, capsys):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tfpar import inputs
 from tfpar.exchange import Traffic
@@ -282,9 +282,26 @@ class SynchronousLoop:
         """
         program = self._context.program
         digests = results.replica_digests(program.strategy, program.model.trainable_variables)
-        if len(set(digests)) > 1 or not self._context.agreement.all_equal([int(digests[0], 16)]):
-            raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
+        found = sorted(set(digests))
+        if not self._context.agreement.all_equal(found) or len(found) > 1:
+            self._raise_difference()
         return digests[0]
+
+    def _raise_difference(self) -> NoReturn:
+        """Names the weights that differ between replicas. All workers must call it."""
+        program = self._context.program
+        own = results.weight_digests(program.strategy, program.model.trainable_variables)
+        every = self._context.agreement.gather(own)
+        first = every[0][0]
+        differing = [path for path in first if any(copy[path] != first[path] for copies in every for copy in copies)]
+        workers = [number for number, copies in enumerate(every) if any(copy != first for copy in copies)]
+        where = f"worker {', '.join(map(str, workers))}" if len(every) > 1 else "a replica"
+        raise RuntimeError(
+            f"the weights of replicas differ: {len(differing)} of {len(first)} weights, the first of them "
+            f"{differing[0]!r}, on {where}. If a hook or callback changes weights, it must make the same change on "
+            "every worker. Otherwise processors of different types, or a defective one, compute different numbers. The "
+            "checkpoints have the weights of worker 0."
+        )
 
     def at_stop(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model has the weights to evaluate and save, also within a round of local steps."""
