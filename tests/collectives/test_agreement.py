@@ -55,6 +55,9 @@ def test_a_single_worker_needs_no_collective(monkeypatch):
     assert alone.mean(0.1) == 0.1  # the same bits: not through float32
     assert np.isnan(alone.mean(float("nan")))
     assert alone.gather(-7) == [-7]
+    assert alone.gather({"steps": np.int64(4), "rates": [np.float32(0.5), np.True_]}) == [
+        {"steps": 4, "rates": [0.5, True]}
+    ]
     assert alone.gather_bytes(b"") == [b""]
     assert alone.all_equal([])
     assert alone.all_equal("anything")

@@ -81,9 +81,9 @@ class WorkerAgreement:
         """The workers' values, in the order of their ranks.
 
         Args:
-          value: Any value that JSON can represent; floats keep their bits.
+          value: Any value that JSON can represent, NumPy's scalars included; floats keep their bits.
         """
-        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value, default=_as_python).encode())]
 
     def gather_arrays(self, array: np.ndarray) -> list[np.ndarray]:
         """The workers' arrays, in the order of their ranks, bit for bit.
@@ -196,6 +196,17 @@ class WorkerAgreement:
         with tf.device("/device:CPU:0"):
             row = tf.constant(np.frombuffer(data, np.int32)[np.newaxis])
             return [gathered.tobytes() for gathered in self._group.all_gather(row, instance).numpy()]
+
+
+def _as_python(value: Any) -> Any:
+    """A scalar of NumPy as a value of Python, for JSON.
+
+    Raises:
+      TypeError: Anything else.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"workers exchange values as JSON, which cannot represent {value!r} ({type(value).__name__})")
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

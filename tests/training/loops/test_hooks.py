@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import tfpar
@@ -78,6 +79,15 @@ def test_of_what_a_hook_returns_stop_and_rate_count():
     assert state.ending
     assert state.finished
     assert state.lr_multiplier == 0.5
+
+
+def test_numbers_of_numpy_count_like_those_of_python():
+    def change(state):
+        return state.replace(stop=np.float32(1.0) < np.float32(2.0), lr_multiplier=np.float32(0.5))
+
+    hook = Hook(np.int64(3), change)
+    state = rows(user=[hook]).run(LoopState(3, 9))
+    assert json.dumps([hook.every, state.stop, state.lr_multiplier]) == "[3, true, 0.5]"
 
 
 def test_one_worker_that_stops_stops_all():

@@ -56,6 +56,7 @@ class Hook:
             raise ConfigError(f"Hook(every={self.every!r}): give the number of steps between its runs, at least 1.")
         if not callable(self.run):
             raise ConfigError(f"Hook(run={self.run!r}): give a function that takes a tfpar.LoopState.")
+        object.__setattr__(self, "every", int(self.every))
 
     def is_due(self, state: LoopState) -> bool:
         """Whether it runs at this stop."""
@@ -180,8 +181,9 @@ class HookRows:
                     f"the hook {_name(row.hook)} returned {result!r}. Return state.replace(stop=True) to end the run, "
                     "state.replace(lr_multiplier=0.1) to change the learning rate, or nothing."
                 )
-            by = result.stopped_by or f"the hook {_name(row.hook)}" if result.stop else ""
-            state = state.replace(stop=result.stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
+            stop = bool(result.stop)  # comparing numbers of NumPy gives an np.bool_
+            by = result.stopped_by or f"the hook {_name(row.hook)}" if stop else ""
+            state = state.replace(stop=stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
         gathered = self._gather([state.stop, state.lr_multiplier], f"the hooks after step {state.step}")
         stops, multipliers = zip(*gathered, strict=True)
         if len({*multipliers}) > 1:
