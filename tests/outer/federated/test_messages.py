@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 
 from tests.outer.federated.flower_app import federation
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 
-def reply(arrays: list[np.ndarray], figures: dict[str, float]) -> types.SimpleNamespace:
+def reply(arrays: list[np.ndarray], figures: dict[str, object], node: int = 7) -> types.SimpleNamespace:
     held = types.SimpleNamespace(to_numpy_ndarrays=lambda: arrays)
-    return types.SimpleNamespace(content={"arrays": held, "metrics": figures})
+    metadata = types.SimpleNamespace(src_node_id=node, reply_to_message_id=str(node))
+    content = {"arrays": held, "metrics": figures}
+    return types.SimpleNamespace(content=content, metadata=metadata, has_error=lambda: False)
 
 
 def test_each_node_of_a_process_has_a_client_of_its_own():
@@ -45,22 +48,74 @@ def with_statistics() -> keras.Model:
     return keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
 
 
-@pytest.mark.parametrize(
-    ("place", "figures"),
-    [(0, {}), (-1, {}), (None, {"loss": np.nan}), (None, {"num-examples": np.nan}), (None, {"num-examples": 0})],
-)
-def test_a_reply_that_is_not_finite_counts_as_dropped(place, figures):
+def server_and_arrays() -> tuple[flower._Server, list[np.ndarray]]:
+    """A server of a model with batch statistics, and a reply of clients whose weights have moved by 1."""
     server = flower._Server(flower._trainer(with_statistics, "mse", {"clients": 2, "clients_per_round": 2}))
     model = server._trainer.model
     state = [model.non_trainable_variables[index] for index in flower.averaged_state(model)]
-    before = [weight.copy() for weight in model.get_weights()]
-    arrays = [np.zeros(variable.shape, np.float32) for variable in [*model.trainable_variables, *state]]
-    if place is not None:
-        arrays[place][...] = np.nan
-    server._apply([reply(arrays, {"num-examples": 5, "loss": 1.0, **figures})], 0)
-    assert (server._counts["clients_trained"], server._counts["clients_dropped"]) == (0, 1)
-    for one, other in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(one, other)
+    return server, [np.ones(variable.shape, np.float32) for variable in [*model.trainable_variables, *state]]
+
+
+def not_finite(place: int):
+    def changed(arrays: list[np.ndarray]) -> list[np.ndarray]:
+        arrays[place] = np.full_like(arrays[place], np.nan)
+        return arrays
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "figures", "reason"),
+    [
+        (not_finite(0), {}, "the norm of its movement is nan"),
+        (not_finite(-1), {}, "the norm of its change of state is nan"),
+        (lambda arrays: arrays[:-1], {}, "it has 5 arrays, and the model and --update_codec need 6"),
+        (lambda arrays: [*arrays, arrays[0]], {}, "it has 7 arrays"),
+        (lambda arrays: [np.array(each.flat[0]) for each in arrays], {}, r"its array 0 is float32 \[\], and"),
+        (lambda arrays: [each.reshape(-1)[:1] for each in arrays], {}, r"array 0 is float32 \[1\], .* float32 \[2\]"),
+        (lambda arrays: [each.astype(np.float64) for each in arrays], {}, r"its array 0 is float64 \[2\]"),
+        (list, {"loss": np.nan}, "its loss is nan"),
+        (list, {"num-examples": np.nan}, "its num-examples is nan"),
+        (list, {"num-examples": [5]}, r"its num-examples is \[5\], not a finite number"),
+        (list, {"num-examples": 0}, "its num-examples is 0, not a whole number from 1 to 1000000000"),
+        (list, {"num-examples": 2.5}, r"its num-examples is 2\.5"),
+        (list, {"num-examples": 1e300}, r"its num-examples is 1e\+300"),
+    ],
+)
+def test_a_reply_that_cannot_be_averaged_counts_as_dropped_out(change, figures, reason, capfd):
+    server, arrays = server_and_arrays()
+    metrics = {"num-examples": 5, "loss": 1.0}
+    server._apply([reply(change([*arrays]), {**metrics, **figures}, node=42), reply(arrays, metrics)], 2)
+    assert (server._counts["clients_trained"], server._counts["clients_dropped"]) == (1, 1)
+    assert re.search(rf"WARNING: round 3: node 42 counts as dropped out: .*{reason}", capfd.readouterr().out)
+    weights = server._trainer.model.get_weights()
+    assert all(np.isfinite(each).all() for each in weights)
+    np.testing.assert_array_equal(weights[0], [0.0, 0.0])  # gamma: 1 minus the movement of the other client
+
+
+def test_nodes_without_a_usable_reply_are_named(capfd):
+    server, _ = server_and_arrays()
+    failed = reply([], {}, node=11)
+    failed.has_error, failed.error = lambda: True, types.SimpleNamespace(code=2, reason="Traceback\n  out of memory")
+    grid = types.SimpleNamespace(get_node_ids=lambda: [11, 12], send_and_receive=lambda messages, timeout: [failed])
+
+    def message(dst_node_id, **_):
+        metadata = types.SimpleNamespace(dst_node_id=dst_node_id, message_id=str(dst_node_id))
+        return types.SimpleNamespace(metadata=metadata)
+
+    app = types.SimpleNamespace(ConfigRecord=dict, RecordDict=dict, ArrayRecord=list, Message=message)
+    server.round(types.SimpleNamespace(app=app), grid, 0, 60.0)
+    said = capfd.readouterr().out
+    assert "round 1: node 11 counts as dropped out: error 2: Traceback out of memory" in said
+    assert "round 1: node 12 counts as dropped out: no reply within 60 s" in said
+    assert server._counts["clients_dropped"] == 2
+
+
+def test_a_payload_of_another_codec_counts_as_dropped_out(capfd):
+    server = flower._Server(flower._trainer(federation.build, federation.LOSS, dict(federation.OPTIONS)))
+    arrays = [np.full(spec.shape, 1, spec.dtype.as_numpy_dtype) for spec in server._encoding.sent]
+    server._apply([reply(arrays, {"num-examples": 5, "loss": 1.0})], 0)
+    assert "node 7 counts as dropped out: a payload is not one of --update_codec" in capfd.readouterr().out
 
 
 def with_statistics_of_batches() -> keras.Model:

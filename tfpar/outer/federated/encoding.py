@@ -72,6 +72,16 @@ class UpdateEncoding:
             total += self.codec.payload_bytes(elements) - 4 * elements
         return total
 
+    @property
+    def sent(self) -> list[tf.TensorSpec]:
+        """Shapes and dtypes of what `encode` returns for the tensors of a movement."""
+        specs = [tf.TensorSpec(shape, tf.float32) for shape in self.shapes]
+        for place in self.coded:
+            assert self.codec is not None
+            words = self.codec.payload_bytes(math.prod(self.shapes[place])) // 4
+            specs[place] = tf.TensorSpec([1, words], tf.int32)
+        return specs
+
     def through(
         self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor | None]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from tfpar.config import ConfigError
 from tfpar.optim.pure_update import pure_apply
 from tfpar.outer.federated.checks import federated_of
 from tfpar.outer.federated.client_update import ClientData
+from tfpar.outer.federated.replies import BadReplyError, read_reply
 from tfpar.outer.federated.round import ClientRound
 from tfpar.outer.federated.sampling import Sampling, local_order
 from tfpar.outer.federated.server import Averaging
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 INSTALL = "pip install 'tfpar[federated]'"
 _POLL_SECONDS = 0.5
+_REASON_CHARACTERS = 300
 
 
 def client_app(
@@ -93,7 +94,8 @@ def server_app(
       loss: As for `tfpar.Trainer`.
       workdir: The directory for results.
       evaluate: A function of the model that returns figures, which `summary.json` records after the last round.
-      reply_seconds: Time limit for a node's reply; a node that takes longer, or fails, counts as dropped out.
+      reply_seconds: Time limit for a node's reply. A node that takes longer, fails, or sends something that cannot be
+        averaged counts as dropped out.
       **options: As for `FederatedTrainer`, including those of rounds and of the server.
 
     Raises:
@@ -272,37 +274,54 @@ class _Server:
             flwr.app.Message(content=flwr.app.RecordDict(dict(content)), message_type="train", dst_node_id=nodes[place])
             for place in chosen[0]
         ]
-        replies = [reply for reply in grid.send_and_receive(messages, timeout=seconds) if not reply.has_error()]
-        self._counts["clients_dropped"] += len(messages) - len(replies)
         self._counts["bytes_down"] += len(messages) * sum(array.nbytes for array in arrays)
-        self._apply(sorted(replies, key=lambda reply: reply.metadata.src_node_id), number)
+        self._apply(self._answers(grid, messages, number, seconds), number)
+
+    def _answers(self, grid: Any, messages: list[Any], number: int, seconds: float) -> list[Any]:
+        """Sends messages, and returns the replies of the nodes that neither fail nor take too long, by node."""
+        received = grid.send_and_receive(messages, timeout=seconds)
+        replies = {reply.metadata.reply_to_message_id: reply for reply in received}
+        answers = []
+        for message in messages:
+            reply = replies.get(message.metadata.message_id)
+            if reply is None:
+                self._drop(message.metadata.dst_node_id, number, f"no reply within {seconds:g} s")
+            elif reply.has_error():
+                self._drop(message.metadata.dst_node_id, number, f"error {reply.error.code}: {reply.error.reason}")
+            else:
+                answers.append(reply)
+        return sorted(answers, key=lambda reply: reply.metadata.src_node_id)
+
+    def _drop(self, node: int, number: int, reason: str) -> None:
+        """Counts a client as dropped out, and logs why."""
+        self._counts["clients_dropped"] += 1
+        text = " ".join(reason.split())[:_REASON_CHARACTERS]  # one line: it may contain text from the client
+        _log.warning("round %d: node %d counts as dropped out: %s", number + 1, node, text)
 
     def _apply(self, replies: list[Any], number: int) -> None:
         """Applies the mean of replies."""
         model, program = self._trainer.model, self._trainer.program
         params = [tf.convert_to_tensor(weight.value) for weight in model.trainable_variables]
-        places = averaged_state(model)
+        kept = [model.non_trainable_variables[place] for place in averaged_state(model)]
+        state = [tf.TensorSpec(variable.shape, variable.dtype) for variable in kept]
         totals = [tf.zeros(param.shape) for param in params]
-        changes = [tf.zeros(model.non_trainable_variables[place].shape) for place in places]
+        changes = [tf.zeros(each.shape) for each in state]
         mass = 0.0
         losses: list[tuple[float, float]] = []
-        for reply in replies:
-            arrays = reply.content["arrays"].to_numpy_ndarrays()
-            received = self._encoding.decode([*map(tf.constant, arrays[: len(params)])])
-            norm, figures = float(tf.linalg.global_norm(received)), reply.content["metrics"]
-            examples, loss = float(figures["num-examples"]), float(figures["loss"])
-            finite = all(map(math.isfinite, (norm, examples, loss)))
-            if not finite or examples <= 0.0 or not all(np.isfinite(each).all() for each in arrays[len(params) :]):
-                self._counts["clients_dropped"] += 1
+        for message in replies:
+            try:
+                reply = read_reply(message.content, self._encoding, state)
+            except BadReplyError as reason:
+                self._drop(message.metadata.src_node_id, number, str(reason))
                 continue
             clip = self.options.client_clip
-            factor = clip / max(norm, clip) if clip else 1.0
-            own = 1.0 if self.options.is_uniform else examples
-            totals = [total + own * factor * each for total, each in zip(totals, received, strict=True)]
-            changes = [total + own * each for total, each in zip(changes, arrays[len(params) :], strict=True)]
-            mass, losses = mass + own, [*losses, (own, loss)]
+            factor = clip / max(reply.norm, clip) if clip else 1.0
+            own = 1.0 if self.options.is_uniform else reply.examples
+            totals = [total + own * factor * each for total, each in zip(totals, reply.movement, strict=True)]
+            changes = [total + own * each for total, each in zip(changes, reply.changes, strict=True)]
+            mass, losses = mass + own, [*losses, (own, reply.loss)]
             self._counts["clients_trained"] += 1
-            self._counts["bytes_up"] += sum(array.nbytes for array in arrays)
+            self._counts["bytes_up"] += reply.num_bytes
         factor = self._averaging.factor(tf.constant(mass))
         mean = self._averaging.mean(totals, factor, tf.constant(number, tf.int64))
         slots = [tf.convert_to_tensor(variable.value) for variable in program.optimizer.variables]
@@ -311,8 +330,8 @@ class _Server:
             [*model.trainable_variables, *program.optimizer.variables], [*new, *new_slots], strict=True
         ):
             variable.assign(value)
-        for place, change in zip(places, changes, strict=True):
-            model.non_trainable_variables[place].assign_add(change / max(mass, 1e-30))
+        for variable, change in zip(kept, changes, strict=True):
+            variable.assign_add(change / max(mass, 1e-30))
         self._loss = sum(own * loss for own, loss in losses) / max(mass, 1e-30)
         _log.info("round %d: %d clients, loss %.4f", number + 1, len(losses), self._loss)
 
