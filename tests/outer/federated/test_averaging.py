@@ -6,8 +6,9 @@ from tests.outer.federated import numpy_reference
 from tfpar import inputs
 from tfpar.config import ConfigError, FederatedConfig
 from tfpar.optim.yogi import Yogi
-from tfpar.outer.federated import FederatedTrainer, Population, server
+from tfpar.outer.federated import FederatedTrainer, Population, server, trainer
 from tfpar.outer.federated.sampling import local_order
+from tfpar.outer.federated.step import ClientMemory
 
 import keras
 import numpy as np
@@ -150,6 +151,22 @@ def test_a_client_that_is_not_finite_counts_as_lost():
     summary = trainer.fit(x, y)
     assert summary["skipped_steps"] == 0
     assert all(np.isfinite(np.asarray(weight)).all() for weight in trainer.model.trainable_variables)
+
+
+def test_a_round_that_is_not_applied_leaves_the_control_variates_as_they_are(monkeypatch):
+    """The losses of both clients are finite, and their sum is not, in float32."""
+    made: list[ClientMemory] = []
+    monkeypatch.setattr(trainer, "ClientMemory", lambda *args: made.append(ClientMemory(*args)) or made[-1])
+
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input([2]), keras.layers.Dense(2, kernel_initializer="identity")])
+
+    options = {"averaging": "scaffold", "partition": "iid", "clients": 2, "clients_per_round": 2, "rounds": 1}
+    x, y = np.tile(np.float32([2e36, 0.0]), (200, 1)), np.ones(200, np.int32)  # the loss of an example is 2e36
+    summary = trainer_of(build, **options, learning_rate=1e-30, local_epochs=1, client_batch=100).fit(x, y)
+    assert (summary["skipped_steps"], summary["federated"]["clients_trained"]) == (1, 2)
+    for variable in made[0].variables:
+        np.testing.assert_array_equal(np.asarray(variable), 0.0)
 
 
 def test_yogi_is_saved_and_loaded():

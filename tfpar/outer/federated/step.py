@@ -21,7 +21,7 @@ from tfpar.training import sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import Batch, LocalSums, Tensors
 from tfpar.training.seeds import step_seed
-from tfpar.training.sidecar import Sidecar
+from tfpar.training.sidecar import Sidecar, should_apply
 from tfpar.training.step import TrainStep
 from tfpar.training.step_loop import StepReport
 
@@ -167,15 +167,17 @@ class FederatedStep(TrainStep):
         share, model = batch, self.core.model
         number = self._replica_number(tf.distribute.get_replica_context())
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-        variate, kept = self._memory.read(share.client)
+        variate, before = self._memory.read(share.client)
         rate, seed = self.learning_rate(step, lr_multiplier), step_seed(self._seed, step, tf.constant(0))
-        sums, kept = self._clients(params, state, share, rate, seed, variate, kept)
+        sums, after = self._clients(params, state, share, rate, seed, variate, before)
         norm = self._own_norm(sums.movement)
         vector = Sidecar.flag(self._packed(sums), norm * float(self.replicas))
         computed = self._replica_clock([vector])
         vector, norm, exchanged, done = self._reduce_and_apply(
             sums.movement, vector, norm, state, {}, step, lr_multiplier, wants_norm
         )
+        # A round that is not applied changes nothing that clients keep, either.
+        kept = tf.nest.map_structure(functools.partial(tf.where, should_apply(vector)), after, before)
         with tf.control_dependencies([done]):
             stored = self._memory.store(share, kept, number, self.replicas) if self._memory.variables else []
         with tf.control_dependencies([done, *stored]):
