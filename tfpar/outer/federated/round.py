@@ -135,7 +135,9 @@ class ClientRound:
         residual = before.residuals if self.encoding.feedback else None
         received, residual = self.encoding.through(trained.movement, residual, fold_in(own, 1))
         norm = tf.linalg.global_norm(received)
-        finite = tf.math.is_finite(norm) & tf.math.is_finite(trained.loss)
+        # A variance may overflow while the weights and the loss, which are divided by its root, are finite.
+        statistics = [tf.reduce_all(tf.math.is_finite(each)) for each in trained.state if each.dtype.is_floating]
+        finite = tf.reduce_all([tf.math.is_finite(norm), tf.math.is_finite(trained.loss), *statistics])
         factor = self.clip / tf.maximum(norm, self.clip) if self.clip else tf.ones([])
         received = [tf.where(finite, each * factor, 0.0) for each in received]
         after = before
@@ -151,7 +153,7 @@ class ClientRound:
     def _sums(
         self, state: Tensors, trained: Trained, received: Tensors, mass: tf.Tensor, norm: tf.Tensor, finite: tf.Tensor
     ) -> RoundSums:
-        """Returns the contribution of one client: only the count of lost clients if its weights are not finite."""
+        """Returns the contribution of one client: only the count of lost clients if it is not finite."""
 
         def counted(value: tf.Tensor) -> tf.Tensor:
             return tf.where(finite, value, tf.zeros_like(value))
