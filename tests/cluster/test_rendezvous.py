@@ -100,6 +100,20 @@ def test_one_that_comes_again_takes_its_place(pool):
         one.result(timeout=300)
 
 
+def test_one_that_ends_after_it_has_come_is_missing_until_it_comes_again(pool, capfd):
+    infos = cluster(3)
+    chief = pool.submit(rendezvous.wait_for_all, infos[0], 120.0)
+    with connected(infos[0]) as first:
+        first.sendall(b'{"cluster": "%s", "place": 1}\n' % rendezvous._digest(infos[0]).encode())
+    other = pool.submit(rendezvous.wait_for_all, infos[2], 120.0)
+    done, _ = concurrent.futures.wait([chief, other], timeout=0.5)
+    assert not done
+    rendezvous.wait_for_all(infos[1], 120.0)
+    for one in (chief, other):
+        one.result(timeout=300)
+    assert f"WARNING: worker 1 ({infos[1].address}) joined and has ended since" in capfd.readouterr().out
+
+
 def test_those_missing_are_named(pool):
     infos = cluster(3)
     worker = pool.submit(rendezvous.wait_for_all, infos[1], 120.0)

@@ -111,7 +111,7 @@ class _Listener:
     """Accepts the connections of the other tasks. A foreign connection never delays the others, whatever it sends.
 
     Attributes:
-      present: Connections of the processes that have joined, by their place.
+      present: Connections of the processes that have joined and have not ended since, by their place.
     """
 
     def __init__(self, info: ClusterInfo, server: socket.socket) -> None:
@@ -130,8 +130,10 @@ class _Listener:
                     connection.setblocking(False)
                     self._selector.register(connection, selectors.EVENT_READ)
                     self._partial[connection] = b""
-                elif isinstance(key.fileobj, socket.socket):
+                elif key.fileobj in self._partial:
                     self._read_greeting(key.fileobj)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._drop_if_ended(key.fileobj)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -148,16 +150,32 @@ class _Listener:
         line = self._partial[connection]
         if part and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
             return
-        self._selector.unregister(connection)
         del self._partial[connection]
         connection.settimeout(_CONNECT_S)
         place = self._accept(connection, line)
         # A process that was restarted meanwhile replaces its earlier connection.
         ended = connection if place is None else self.present.pop(place, None)
         if ended is not None:
-            ended.close()
+            self._close(ended)
         if place is not None:
             self.present[place] = connection
+
+    def _drop_if_ended(self, connection: socket.socket) -> None:
+        """Drops a process that has joined, if it has closed its connection: it sends nothing while it waits."""
+        place = next((place for place, other in self.present.items() if other is connection), None)
+        if place is None:  # replaced since the selector reported it
+            return
+        try:
+            ended = not connection.recv(_LINE_BYTES)
+        except OSError:
+            ended = True
+        if ended:
+            _log.warning("%s joined and has ended since; it may join again", format_tasks(self._info, [place]))
+            self._close(self.present.pop(place))
+
+    def _close(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
 
     def _accept(self, connection: socket.socket, line: bytes) -> int | None:
         """The place that a process sent over a connection; None if it is not a process of this cluster."""
