@@ -50,8 +50,9 @@ def test_all_go_on_once_everyone_has_come(pool):
 
 def test_what_the_chief_says_reaches_all(pool):
     infos = cluster(3)
-    said = [pool.submit(rendezvous.wait_for_all, info, 120.0, f"from {rank}") for rank, info in enumerate(infos)]
-    assert [one.result(timeout=300) for one in said] == ["from 0"] * 3
+    longest = ["".ljust(rendezvous.MESSAGE_BYTES, str(rank)) for rank in range(3)]
+    said = [pool.submit(rendezvous.wait_for_all, info, 120.0, text) for info, text in zip(infos, longest, strict=True)]
+    assert [one.result(timeout=300) for one in said] == [longest[0]] * 3
 
 
 def test_what_strangers_say_harms_nobody_and_keeps_nobody_waiting(pool):

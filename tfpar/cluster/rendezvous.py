@@ -31,6 +31,7 @@ _RETRY_S = 0.1
 _CONNECT_S = 2.0
 _CLOSE_S = 5.0
 _LINE_BYTES = 4096
+MESSAGE_BYTES = _LINE_BYTES - len(_GO) - 1  # of the chief's message: it goes between _GO and the end of a line
 _ASK_EVERY_S, _ASK_S = 2.0, 0.5
 
 
@@ -40,7 +41,7 @@ def wait_for_all(info: ClusterInfo, timeout: float, message: str = "") -> str:
     Args:
       info: The cluster.
       timeout: Seconds to wait.
-      message: The chief's message to the others, one line of text.
+      message: The chief's message to the others, one line of text of at most `MESSAGE_BYTES` bytes.
 
     Returns:
       The chief's message.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 
 import tfpar
 from tests.integration.scripts import divided
+from tfpar.cluster import rendezvous
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training.planning import auto
 
@@ -58,6 +60,17 @@ def test_a_run_follows_its_plan_and_a_resumed_run_keeps_it(tmp_path, caplog):
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
     with pytest.raises(ConfigError, match=r"--device_memory=300 KiB: --mesh=data:2 needs .* It fits with .*--mesh="):
         trained(mesh="data:2", device_memory=TOO_LITTLE_FOR_A_REPLICA)
+
+
+@pytest.mark.parametrize(
+    "text", ["no plan fits", "x" * 9000, "größer " * 500, "\n\t\x01" * 2000, "\N{OLD ITALIC LETTER A}" * 9000]
+)
+def test_an_error_of_the_chief_fits_in_a_message(text):
+    message = auto._error_message(text)
+    assert len(message.encode()) <= rendezvous.MESSAGE_BYTES
+    error = json.loads(message)["error"]
+    assert text.startswith(error)
+    assert error == text or len(message) > rendezvous.MESSAGE_BYTES - 12
 
 
 def test_a_model_that_is_not_known_is_asked_for():

@@ -31,7 +31,7 @@ import keras
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_ERROR = 2000  # the chief sends the plan as one line of at most 4 KiB
+_CHARACTER_BYTES = 12  # the most that JSON needs for one: two escapes of a surrogate each
 # The options that a plan decides; --exchange stays as given.
 _DECIDED = ("mesh", "accumulate_steps", "recompute", "shard")
 
@@ -87,19 +87,28 @@ def planned(config: ExperimentConfig, subject: Subject) -> dict[str, Any]:
         )
     if topology.cluster is None or topology.workers == 1:
         return _decide(config, subject, topology)
-    decision: dict[str, Any] = {}
+    message = ""
     if topology.is_chief:
         try:
-            decision = {"options": _decide(config, subject, topology)}
+            message = json.dumps({"options": _decide(config, subject, topology)})
         except ConfigError as error:
-            decision = {"error": str(error)[:_LONGEST_ERROR]}
-    text = rendezvous.wait_for_all(topology.cluster, topology.start_timeout, json.dumps(decision))
+            message = _error_message(str(error))
+    text = rendezvous.wait_for_all(topology.cluster, topology.start_timeout, message)
     if not text:  # its server answered, not the chief itself
         raise PeerLostError("the chief is already training and no longer makes plans; start all workers again")
     decision = json.loads(text)
     if "error" in decision:
         raise ConfigError(decision["error"])
     return decision["options"]
+
+
+def _error_message(error: str) -> str:
+    """The chief's error as a message to the other workers, which is cut to the length that they read."""
+    message = json.dumps({"error": error})
+    while (excess := len(message) - rendezvous.MESSAGE_BYTES) > 0:
+        error = error[: -(excess // _CHARACTER_BYTES + 1)]
+        message = json.dumps({"error": error})
+    return message
 
 
 def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> dict[str, Any]:
