@@ -367,6 +367,13 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
+class Errors(keras.metrics.MeanSquaredError):
+    """A metric of Keras with two results."""
+
+    def result(self):
+        return {"mse": super().result(), "root": keras.ops.sqrt(super().result())}
+
+
 def test_logs_are_those_of_all_examples_and_weights(alone):
     """The other worker has more examples, and other sample weights: each metric counts in its own way."""
     generator = np.random.default_rng(4)
@@ -376,7 +383,14 @@ def test_logs_are_those_of_all_examples_and_weights(alone):
     shares = {"train": [slice(0, 24), slice(24, 40)], "validation": [slice(40, 45), slice(45, 64)]}
 
     def metrics():
-        plain = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(threshold=0.5), Largest()]
+        # The name of a metric that does not add up is a part of other names.
+        plain = [
+            "accuracy",
+            keras.metrics.AUC(name="auc"),
+            keras.metrics.F1Score(threshold=0.5),
+            Largest("a"),
+            Errors(),
+        ]
         return {"metrics": plain, "weighted_metrics": [keras.metrics.RootMeanSquaredError(name="rms")]}
 
     def model_with_weights():

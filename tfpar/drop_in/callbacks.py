@@ -225,17 +225,32 @@ class AverageMetrics(_InStep):
         try:
             for variable, parts in zip(variables, zip(*states, strict=True), strict=True):
                 variable.assign(np.sum([np.asarray(part, np.float64) for part in parts], axis=0))
-            results = self.model.get_metrics_result()
+            results = _flat(self.model.get_metrics_result())
         finally:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
         # The same names on every worker, also where a value happens not to change.
-        others = [metric.name for metric in self._compiled_metrics(additive=False)]
+        others = self._names_of_others()
         return {
             name: np.asarray(value) if np.ndim(value) else float(value)
             for name, value in results.items()
-            if not any(other in name for other in others)
+            if name not in others
         }
+
+    def _names_of_others(self) -> set[str]:
+        """The names under which Keras logs metrics that are not known to add up."""
+        names: set[str] = set()
+        for metric in self.model.metrics:
+            result = metric.result()
+            named = result if isinstance(result, dict) else {metric.name: result}
+            # CompileMetrics (Keras 3.15) holds those of `compile`, adds outputs and numbers to their names, and keeps
+            # their order. Other metrics may have several results, too.
+            parts = metric.metrics if hasattr(metric, "metrics") else [metric] * len(named)
+            known = len(parts) == len(named)  # the number added to a name may make it that of another metric
+            for place, (name, value) in enumerate(named.items()):
+                if not known or not _adds_up(parts[place]):
+                    names.update(_flat({name: value}))
+        return names
 
     def _compiled_metrics(self, *, additive: bool) -> list[keras.metrics.Metric]:
         """The model's metrics, those of `compile` one by one, that are known to add up, or the others."""
@@ -258,6 +273,14 @@ def _adds_up(metric: keras.metrics.Metric) -> bool:
     """Whether the state of a metric is a sum over examples: that of all of Keras' own is (3.15)."""
     updates = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
     return updates.__module__.split(".")[0] == "keras"
+
+
+def _flat(results: dict[str, Any]) -> dict[str, Any]:
+    """The results of metrics as Keras logs them: those of a metric with several results are beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in results.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 def weighted_mean(values: list[float], weights: list[float]) -> float:
