@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -19,6 +21,7 @@ MODULE_LINES = 400
 FUNCTION_LINES = 60
 FOLDER_MODULES = 16
 SCRIPT_LINES = 150
+SHORT_LINE = 65  # characters of a line of text within a paragraph
 
 
 def modules(*packages: str) -> list[pathlib.Path]:
@@ -181,6 +184,43 @@ def test_public_functions_and_classes_are_documented(path):
             missing.append(node.name)
     missing = [name for name in missing if name != "main"]  # a script's main is described by the script
     assert not missing, f"{relative(path)}: no docstring on {', '.join(missing)}"
+
+
+# The beginning of a paragraph that is not prose: a table, a list, a section such as "Args:", a command.
+NOT_PROSE = re.compile(r"\s|[|*-]|\d+\.|[A-Z]\w+:$|(python|sudo|tfpar) ")
+
+
+def paragraphs(docstring: str) -> list[list[str]]:
+    """The lines of each paragraph outside of code blocks."""
+    text = re.sub(r"(?ms)^ *```.*?^ *```$", "", docstring)
+    return [
+        found for part in re.split(r"\n\s*\n", text) if (found := [line for line in part.split("\n") if line.strip()])
+    ]
+
+
+def broken_lines(tree: ast.Module) -> list[str]:
+    """Lines of docstrings that begin in another column than their paragraph, or end long before the next word must."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for lines in paragraphs(ast.get_docstring(node) or ""):
+            if NOT_PROSE.match(lines[0]):
+                continue
+            for line, following in itertools.pairwise(lines):
+                if NOT_PROSE.match(following.lstrip()):
+                    break  # a list without an empty line before it
+                if following[0] == " " or len(f"{line} {following.split()[0]}") < SHORT_LINE:
+                    found.append(f"{line!r}, {following!r}")
+    return found
+
+
+def test_paragraphs_of_docstrings_are_not_broken():
+    """A formatter of code wraps no text, and what is wrapped by hand or by a script may break."""
+    broken = {relative(path): broken_lines(ast.parse(path.read_text())) for path in modules("tfpar", "tfpar_ops")}
+    assert {path: lines for path, lines in broken.items() if lines} == {}
+    text = "Sums them,\neven alone, as the result depends on how\n  it is divided.\n\nArgs:\n  x: One.\n    Two.\n"
+    assert len(broken_lines(ast.parse(f'"""{text}"""'))) == 2  # the search finds something
 
 
 def test_every_recipe_is_read_by_a_script():

@@ -50,7 +50,7 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
     """The configuration with the examples of the run in whose workdir a `.keras` file is.
 
     Which examples were held out depends on options such as `validation_fraction`: other values would evaluate a model
-      on its training examples.
+    on its training examples.
 
     Args:
       config: The configuration from the command line.

@@ -146,11 +146,10 @@ class AverageMetrics(_InStep):
     """Makes the logs at the end of an epoch those of all workers.
 
     Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and other callbacks that read logs, on every worker:
-      all workers then make the same decisions. The states of Keras' metrics, which are sums, are added up over the
-      workers, in
-    training and, for `val_...`, in validation: every example and every sample weight counts once, and metrics such as
-    AUC or a root of a mean are exact too. Other logged values, such as those of your own metric classes, are averaged,
-    weighted by the number of examples that each worker saw.
+    all workers then make the same decisions. The states of Keras' metrics, which are sums, are added up over the
+    workers, in training and, for `val_...`, in validation: every example and every sample weight counts once, and
+    metrics such as AUC or a root of a mean are exact too. Other logged values, such as those of your own metric
+    classes, are averaged, weighted by the number of examples that each worker saw.
 
     Raises:
       ConfigError: In `fit`, on every worker: workers log different names, or have different learning rates or decisions

@@ -42,9 +42,8 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved. For embedding
     tables, whose gradients are `tf.IndexedSlices`, only the rows that a step has touched are sent if that takes fewer
     bytes than the table; accumulated gradients are dense. Rows of the same token are summed before the optimizer sees
-    them,
-    even with a single worker: Keras 3.15 squares and clips them one by one, so that its result depends on how the batch
-      is divided.
+    them, even with a single worker: Keras 3.15 squares and clips them one by one, so that its result depends on how the
+    batch is divided.
 
     With float16, put Keras' loss scaling inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`. If a
     step overflows on one worker, all workers skip it, and the residuals do not change.

@@ -222,7 +222,7 @@ class Exchange:
 
         Returns:
           `residual_over_gradient`: L2 norm of the residual, over that of the gradient. `cosine`: between the applied
-            sum and the dense one, in the last exchange that compared them.
+          sum and the dense one, in the last exchange that compared them.
         """
         return self._reducer.observed()
 

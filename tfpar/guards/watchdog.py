@@ -22,7 +22,7 @@ class Watchdog:
     """Watches one thread's progress from another.
 
     Peers cannot distinguish such a worker from a slow one, because its heartbeats continue. When it ends itself, they
-      detect it like any lost worker.
+    detect it like any lost worker.
 
     Args:
       timeout: Seconds without `progress` after which the process ends; 0: never.

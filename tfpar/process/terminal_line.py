@@ -9,10 +9,10 @@ from tfpar.process import safe_write
 
 
 class TerminalLine:
-    """Safe to use from several threads.
+    """A line at the bottom of a terminal, overwritten in place. Safe to use from several threads.
 
     It has its own text, which another may temporarily cover: for example, the progress of an evaluation covers that of
-      training.
+    training.
 
     Args:
       stream: Where to write.

@@ -2,6 +2,7 @@
 
 `run_steps` is the loop. It uses only the operations that `Step` lists, and does not depend on gradients, exchange or
 optimizer.
+
 Shapes: n is the number of steps of a call.
 """
 

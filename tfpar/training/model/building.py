@@ -89,8 +89,8 @@ def build_model(
       announced: Whether to log which object is trained.
 
     Returns:
-      The model under the strategy, and the original to synchronise with it; None if it is the user's own object, or a
-        function has built it.
+      The model under the strategy, and the original to synchronise with it; None if it is the user's own object, or if
+      a function has built it.
 
     Raises:
       ConfigError: Not a model, a model that is not built, or a model that must be copied for the strategy and cannot be

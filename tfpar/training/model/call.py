@@ -71,7 +71,7 @@ class CallRecord:
         """Makes an assigned value a leaf of the tape.
 
         `fit` assigns to a variable, through which no gradient passes, and computes the gradient with respect to the
-          variable: the sum over all values that the variable has had.
+        variable: the sum over all values that the variable has had.
         """
         if self.tape is None:
             return value
