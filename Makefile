@@ -69,8 +69,9 @@ $(TOOLS): pyproject.toml
 	  "cmake>=3.28,<5" "ninja>=1.11,<2"
 	@touch $@
 
-# tfpar among them, but without its native library: that needs the TensorFlow that comes with them.
-$(PACKAGES): setup.py pyproject.toml $(TOOLS)
+# tfpar among them, with the version in tfpar/__init__.py, but without its native library: that needs the TensorFlow that
+# comes with them.
+$(PACKAGES): setup.py pyproject.toml tfpar/__init__.py $(TOOLS)
 	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
 	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \
 	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test]"

@@ -15,7 +15,7 @@ CMakeLists.txt says how; only what changed is compiled again, in `build/tfpar_op
   GLOO_HOME          where to look for Gloo, before the system's folders
   TFPAR_OPS_BUILD=0  install without the library: the reference in plain TensorFlow operations takes its place
   TFPAR_LOCAL_VERSION=1
-                     name the TensorFlow in the version, as in 0.1.0+tf2.21; `make wheels` does
+                     name the TensorFlow in the version, as in 0.2.0+tf2.21; `make wheels` does
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import runpy
 import shutil
 import subprocess
@@ -91,6 +92,7 @@ TEST = [
 ]
 
 ROOT = pathlib.Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "(.*)"$', (ROOT / "tfpar" / "__init__.py").read_text(), re.MULTILINE)[1]
 # Of the models that `tfpar train` trains; tfpar/config/recipes is a link to experiments/recipes.
 RECIPES = ["recipes/quickstart.flags", "recipes/language_model.flags"]
 LIBRARY = "tfpar_ops/libtfpar_ops.so"
@@ -277,7 +279,6 @@ def extension() -> Extension:
 
 
 if __name__ == "__main__":
-    VERSION = "0.1.0"
     NATIVE = os.environ.get("TFPAR_OPS_BUILD") != "0"
     if NATIVE and "sdist" not in sys.argv:
         VERSION, INSTALL = bound_to_tensorflow(VERSION, INSTALL)

@@ -4,7 +4,7 @@
   python deploy/wheels.py test 2.19.1 2.21.0
 
 `make wheels` and `make test-wheels` run both. A wheel serves every Python, as the library does not use Python's C
-interface. Its version names the TensorFlow (0.1.0+tf2.19), and it requires that TensorFlow: with a constraint on
+interface. Its version names the TensorFlow (0.2.0+tf2.19), and it requires that TensorFlow: with a constraint on
 tensorflow, pip then picks the wheel that fits. Build tags would not do, as pip looks at one build of a version only.
 """
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 quiet_startup()
 logs.install()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "AverageMetrics": "tfpar.drop_in",

@@ -102,7 +102,7 @@ def test_errors_are_one_line_with_a_suggestion(command, error):
 
 
 def test_the_version():
-    assert re.fullmatch(r"tfpar \d+\.\d+\.\d+(\+tf\d+\.\d+)?\n", tfpar("--version").stdout)
+    assert re.fullmatch(r"tfpar \d+\.\d+\.\d+(\.dev\d+)?(\+tf\d+\.\d+)?\n", tfpar("--version").stdout)
 
 
 def test_every_command_has_a_program():

@@ -13,6 +13,7 @@ import sys
 import zipfile
 from types import ModuleType
 
+import tfpar
 from tests.tfpar_ops.checkout import PACKAGE, ROOT
 from tfpar.doctor.checks import TESTED
 from tfpar_ops import built_for, library, transport_library
@@ -97,6 +98,16 @@ def test_a_package_with_the_library_is_bound_to_its_tensorflow(build, monkeypatc
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.19.1")
     # Later ones end `import tensorflow_datasets` with the protobuf that TensorFlow 2.19 allows.
     assert "tensorflow-metadata<1.18" in build.bound_to_tensorflow("0.1.0", general)[1]
+
+
+def test_the_version_is_stated_alike(build):
+    """The wheels of the documentation are those of this version, and its changes have a heading of their own."""
+    assert tfpar.__version__ == build.VERSION
+    assert f'    version = "{tfpar.__version__}",' in (ROOT / "MODULE.bazel").read_text()
+    assert f"dist/tfpar-{tfpar.__version__}+tf" in (ROOT / "docs" / "install.md").read_text()
+    newest, *released = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest == ("Unreleased" if "dev" in tfpar.__version__ else tfpar.__version__)
+    assert tfpar.__version__.partition(".dev")[0] not in released
 
 
 def test_wheels_are_made_for_every_tensorflow_that_is_allowed(build):
