@@ -84,9 +84,7 @@ class ClusterInfo:
     @property
     def worker_rank(self) -> int:
         """Place among chief and workers, from 0, the chief first; -1 for a parameter server or an evaluator."""
-        if self.task_type == "worker":
-            return len(self.cluster.get("chief", ())) + self.task_index
-        return 0 if self.task_type == "chief" else -1
+        return rank_of_task(self.cluster, self.task_type, self.task_index)
 
     @property
     def address(self) -> str:
@@ -126,6 +124,19 @@ class ClusterInfo:
 
 
 LOCAL = ClusterInfo("local", {}, "worker", 0)
+
+
+def rank_of_task(cluster: Mapping[str, Any], task_type: str, task_index: int) -> int:
+    """The place of a task among chief and workers, from 0, the chief first; -1 for other jobs.
+
+    Args:
+      cluster: Job name to its tasks.
+      task_type: The job of the task.
+      task_index: Its number within that job, from 0.
+    """
+    if task_type == "worker":
+        return len(cluster.get("chief", ())) + task_index
+    return 0 if task_type == "chief" else -1
 
 
 def detect(environ: Mapping[str, str] | None = None) -> ClusterInfo | None:

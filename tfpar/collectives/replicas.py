@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from tfpar.cluster.info import rank_of_task
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import transport_of, world_group
 
@@ -77,7 +78,10 @@ def _group_of_replicas(context: tf.distribute.ReplicaContext) -> Group | None:
         return None
     if transport_of(extended.worker_devices[0]) is None:
         return None
+    return world_group(context.num_replicas_in_sync, worker_rank(strategy), extended.worker_devices[0])
+
+
+def worker_rank(strategy: tf.distribute.Strategy) -> int:
+    """The rank of this worker in the cluster of a strategy over several workers."""
     resolver = strategy.cluster_resolver
-    chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))
-    rank = int(resolver.task_id) + (chiefs if resolver.task_type == "worker" else 0)
-    return world_group(context.num_replicas_in_sync, rank, extended.worker_devices[0])
+    return rank_of_task(resolver.cluster_spec().as_dict(), resolver.task_type, int(resolver.task_id))

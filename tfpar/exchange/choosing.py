@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.collectives.group import Group
+from tfpar.collectives.replicas import worker_rank
 from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import buckets
 from tfpar.exchange.compressed import CompressedReducer
@@ -73,11 +74,8 @@ def world_of(strategy: tf.distribute.Strategy | None, workers: int | None, worke
 
 def _place(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """Number of workers of a strategy, and the rank of this one."""
-    resolver = strategy.cluster_resolver
     local = len(strategy.extended.worker_devices)
     workers = max(1, strategy.num_replicas_in_sync // local)
-    if resolver is None or workers == 1:
+    if strategy.cluster_resolver is None or workers == 1:
         return workers, 0
-    jobs = resolver.cluster_spec().as_dict()
-    chiefs = len(jobs.get("chief", ())) if resolver.task_type == "worker" else 0
-    return workers, chiefs + int(resolver.task_id)
+    return workers, worker_rank(strategy)
