@@ -8,7 +8,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig, OuterConfig
 from tfpar.config.errors import TrainingError
 from tfpar.exchange import Exchange
-from tfpar.outer.local import Rounds
+from tfpar.outer.local import Rounds, saved
 from tfpar.training.validate import validate_config
 
 import keras
@@ -116,6 +116,31 @@ def test_lost_weights_are_taken_back_and_end_the_run_the_third_time(caplog):
         np.testing.assert_array_equal(state.numpy(), [10.0])
         np.testing.assert_array_equal(rounds.inner.variables[2].numpy(), [0.0, 1.0])
     assert "contributes nothing" in caplog.text
+
+
+def file_of_worker(by: float, slot: float) -> dict[str, np.ndarray]:
+    """The state of a worker whose weights have moved within a round, and whose inner optimizer has equal slots."""
+    rounds, weights, _ = rounds_of(outer_optimizer="sgd")
+    move(rounds, weights, by)
+    slots = [variable.numpy() for variable in rounds.inner.variables]
+    slots = [np.full_like(value, slot) if value.dtype == np.float32 else value for value in slots]
+    return saved.export(rounds, None) | {f"local/optimizer/{place}": value for place, value in enumerate(slots)}
+
+
+def test_workers_that_are_not_finite_contribute_nothing_when_their_number_changes():
+    rounds, weights, _ = rounds_of(outer_optimizer="sgd")
+    files = [file_of_worker(0.5, 0.0), file_of_worker(np.nan, np.inf), file_of_worker(1.0, 4.0)]
+    _, message = saved.restore(rounds, 3, 1, files.__getitem__)
+    ended = "ended the round of 3 workers, 5 steps long, where it was saved"
+    assert message == f"{ended}; left out worker 1 of 3: not finite"
+    np.testing.assert_array_equal(weights[0].numpy(), [1.75, 2.75])
+    np.testing.assert_array_equal(rounds.inner.variables[2].numpy(), [2.0, 2.0])
+    # None is left.
+    rounds.assign_here(rounds.inner.variables[2], [np.nan, 2.0])
+    _, message = saved.restore(rounds, 2, 1, [files[0], files[1]].__getitem__)
+    assert message == "left out workers 0, 1 of 2: not finite"
+    np.testing.assert_array_equal(weights[0].numpy(), [1.75, 2.75])
+    np.testing.assert_array_equal(rounds.inner.variables[2].numpy(), [0.0, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -134,33 +134,52 @@ def _division(variables: Sequence[keras.Variable]) -> int:
 
 
 def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:
-    """Ends the round in progress with the movements of all saved workers, and averages their inner optimizers."""
+    """Ends the round in progress with the movements of all saved workers, and averages their inner optimizers.
+
+    As at the end of any round, a worker that is not finite contributes nothing.
+    """
     count = len(rounds.model_variables)
     landed = rounds.restore(_checked(rounds, read(0), 0), same_workers=False)
     own = rounds.own_share  # when a fragment arrives, a worker takes the rest, 1 - own, from the outer weights
     outer = [np.asarray(value_here(variable), np.float64) for variable in rounds.model_variables]
     slots = [*map(value_here, rounds.inner.variables)]
     moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0
-    sums = [np.zeros(value.shape, np.float64) for value in slots]
+    sums, lost = [np.zeros(value.shape, np.float64) for value in slots], []
     for worker in range(saved_workers):
         arrays = _checked(rounds, read(worker), worker)
         pending, weight, _ = arrays["round"].tolist()
+        inner, own_slots = _group(arrays, "inner"), _group(arrays, "optimizer") if worker else slots
+        finite = all(np.isfinite(value).all() for value in (*inner, *own_slots))
+        if not rounds.parts.of_replica(np.array([float(finite)])).all():
+            lost.append(worker)
+            continue
         if pending and weight:
             total += weight
-            for place, (old, new) in enumerate(zip(outer, _group(arrays, "inner"), strict=True)):
+            for place, (old, new) in enumerate(zip(outer, inner, strict=True)):
                 moved[place] += weight * (old - new) * (own if place in landed else 1.0)
-        for place, value in enumerate(_group(arrays, "optimizer") if worker else slots):
+        for place, value in enumerate(own_slots):
             sums[place] += value
-    for variable, value, summed in zip(rounds.inner.variables, slots, sums, strict=True):
-        if tf.as_dtype(variable.dtype).is_floating:  # not the step count, which is the same on all workers
-            rounds.assign_here(variable, (summed / saved_workers).astype(value.dtype))
+    if len(lost) == saved_workers:
+        rounds.sets.mend(rounds.inner.variables)
+    else:
+        _assign_mean(rounds, sums, saved_workers - len(lost))
+    names = f"worker{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+    without = f"left out {names} of {saved_workers}: not finite" if lost else ""
     if not total:
-        return ""
+        return without
     weights = count - rounds.state_count
     mean = [(part / total).astype(np.float32) for part in moved]
     state = [(old - part).astype(np.float32) for old, part in zip(outer[weights:], mean[weights:], strict=True)]
     rounds.apply(mean[:weights], state)
-    return f"ended the round of {saved_workers} workers, {round(pending)} steps long, where it was saved"
+    ended = f"ended the round of {saved_workers} workers, {round(pending)} steps long, where it was saved"
+    return f"{ended}; {without}" if lost else ended
+
+
+def _assign_mean(rounds: AnyRounds, sums: Sequence[np.ndarray], workers: int) -> None:
+    """Assigns the mean of the inner optimizers of some workers."""
+    for variable, summed in zip(rounds.inner.variables, sums, strict=True):
+        if tf.as_dtype(variable.dtype).is_floating:  # not the step count, which is the same on all workers
+            rounds.assign_here(variable, (summed / workers).astype(value_here(variable).dtype))
 
 
 def _group(arrays: Arrays, name: str) -> list[np.ndarray]:
