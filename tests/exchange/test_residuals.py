@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange
-from tfpar.exchange.buckets import bucket_seed
+from tfpar.exchange.buckets import bucket_seed, rounding_seed
+from tfpar_ops import Codec
 
 import numpy as np
 import pytest
@@ -216,3 +219,19 @@ def test_residuals_that_do_not_fit_are_refused(spec):
 def test_every_bucket_has_its_own_rounding_seed():
     assert len({bucket_seed(seed, number) for seed in range(20) for number in range(20)}) == 400
     assert all(0 <= bucket_seed(seed, 0) < 1 << 51 for seed in (0, 2**52, 2**63 - 1))
+
+
+def test_every_encoding_has_its_own_rounding_seed():
+    """Those of more workers than one seed has numbers for run into no other bucket's, even if seeds are neighbours."""
+    codec, step = Codec("int8", rounding="stochastic"), tf.constant(7, tf.int64)
+
+    def seeds(seed: int, streams: range) -> list[int]:
+        found = [rounding_seed(codec, seed, stream, step).numpy().tolist() for stream in streams]
+        assert all(second == 7 for _, second in found)
+        return [first for first, _ in found]
+
+    first = bucket_seed(0, 0)
+    assert seeds(first, range(2)) == [first << 12, (first << 12) + 1]
+    last = 2**51 - 1
+    ranges = [seeds(seed, range(0, 65 * 64, 16)) for seed in (first, first + 1, last)]
+    assert len({*itertools.chain(*ranges)}) == sum(map(len, ranges))

@@ -20,6 +20,8 @@ import tensorflow as tf
 DENSE_BUCKET_BYTES = 32 << 20
 COMPRESSED_BUCKET_BYTES = 16 << 20
 
+_STREAMS = 1 << 12  # numbers of encodings beside one seed: with its 51 bits, they take those of an int64
+
 # Names of the state that holds gradients not yet applied: the residual of a worker for its own gradient, float32 [L];
 # the residual of the owner of a shard for the sum, of the elements of that shard. The owners' shards lie end to end in
 # the order of the ranks.
@@ -187,12 +189,15 @@ def rounding_seed(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.T
     Args:
       codec: The codec.
       seed: Seed of the bucket, see `bucket_seed`.
-      stream: A number below 4096, different for every encoding of the bucket in a step anywhere in the cluster.
+      stream: A number from 0, different for every encoding of the bucket in a step anywhere in the cluster.
       step: Int64 scalar.
     """
     if codec.rounding != "stochastic":
         return None
-    return tf.stack([tf.constant((seed << 12) + stream, tf.int64), tf.cast(step, tf.int64)])
+    more, number = divmod(stream, _STREAMS)
+    if more:  # in a ring of N workers, for example, which encodes N^2 times
+        seed = bucket_seed(seed, more)
+    return tf.stack([tf.constant(seed * _STREAMS + number, tf.int64), tf.cast(step, tf.int64)])
 
 
 def bucket_seed(seed: int, index: int) -> int:
