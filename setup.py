@@ -45,6 +45,7 @@ INSTALL = [
     "absl-py>=2.1,<3",
     "tensorboard>=2.19,<2.22",
     "numpy>=1.26,<3",
+    "ml-dtypes>=0.5,<1",  # bfloat16 and float8 in NumPy; TensorFlow brings it
     "filelock>=4.2,<5",
     "safetensors>=0.5,<1",  # checkpoints: bytes with a JSON header, nothing that can execute
     "scikit-learn>=1.5,<2",  # ships the digits data set

@@ -7,10 +7,11 @@ import pathlib
 import shutil
 
 from tfpar.checkpoint import format as checkpoint_files
-from tfpar.checkpoint.arrays import Part, SavedArrays, index_from_json, index_of, write_arrays
+from tfpar.checkpoint.arrays import Part, SavedArrays, index_from_json, index_of, read_arrays, write_arrays
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.parallel.division import Shards, Split
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -124,6 +125,41 @@ def test_any_division_reads_what_any_has_written(tmp_path, saved_as):
     for axis in (0, 1):
         wanted = Part(table.shape, {axis: ((1, 1), (0, 2))})
         np.testing.assert_array_equal(saved.read("table", wanted), table.take([1, 0, 1], axis=axis))
+
+
+TYPES = {
+    "F16": np.float16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "C64": np.complex64,
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits // 8}".lower()) for kind in "IU" for bits in (8, 16, 32, 64)},
+    "BOOL": np.bool_,
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_of_numbers_keeps_its_bits(tmp_path, name):
+    kind = np.dtype(TYPES[name])
+    numbers = np.random.default_rng(0).integers(0, 2 if name == "BOOL" else 256, (6, 4 * kind.itemsize), np.uint8)
+    table = numbers.view(kind)
+    others = {"number": np.array(table[1, 2]), "nothing": table[:0]}
+    halves = [Part((6, 4), {0: ((start, 3),)}) for start in (0, 3)]
+    write_arrays(tmp_path / "0", {"table": table[:3], **others}, {"table": halves[0]})
+    write_arrays(tmp_path / "1", {"table": table[3:]}, {"table": halves[1]})
+    assert f'"dtype":"{name}"'.encode() in (tmp_path / "1").read_bytes()
+    saved = SavedArrays(tmp_path, ["0", "1"], lambda path: None, index_of([tmp_path / "0", tmp_path / "1"]))
+    across = Part((6, 4), {0: ((2, 2),), 1: ((1, 3),)})
+    for read, written in [
+        (saved["table"], table),
+        (saved.read("table", across), table[2:4, 1:]),
+        *((saved[other], others[other]) for other in others),
+        *((read_arrays(tmp_path / "0")[other], others[other]) for other in others),
+    ]:
+        assert (read.dtype, read.shape) == (kind, written.shape)
+        assert read.tobytes() == written.tobytes()
 
 
 def test_parts_of_earlier_versions_are_read(tmp_path):

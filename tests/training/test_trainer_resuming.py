@@ -126,6 +126,23 @@ def test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not(tmp_path, caps
     assert case.moved(parts, last[1].run)
 
 
+def test_weights_in_bfloat16_are_saved_and_read(tmp_path):
+    def in_bfloat16() -> keras.Model:
+        """With a layer that does not train, whose weights have a file of their own."""
+        frozen, trained = (keras.layers.Dense(8, dtype="bfloat16", trainable=learns) for learns in (False, True))
+        return keras.Sequential([keras.Input((6,)), frozen, trained, keras.layers.Dense(CLASSES)], name="net")
+
+    def run(workdir: str, **options) -> dict[str, np.ndarray]:
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        trainer = trainer_of(in_bfloat16, optimizer, precision="mixed_bfloat16", workdir=workdir, **options)
+        assert not trainer.fit(source(), steps=3)["failed_checkpoints"]
+        return everything(trainer)
+
+    whole = run("")
+    run(str(tmp_path), stop_after=2)
+    assert_same_bits(run(str(tmp_path)), whole)
+
+
 def test_resuming_does_not_depend_on_how_often_checkpoints_were_written(tmp_path):
     def run(name: str, **more) -> tfpar.Trainer:
         trainer = trainer_of(workdir=str(tmp_path / name), **more)

@@ -15,10 +15,30 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
 
+# The types of numbers in a file, as its header names them: those of Keras' variables that the format has.
+_TYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "C64": np.complex64,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 _LARGEST_LENGTH = 1 << 48
 _DIGEST = "digest"  # in the header of a file, beside the names of parts
 _MOST_CELLS = 1 << 26  # of the grid that the parts of an array make
@@ -121,7 +141,7 @@ def digest_in(path: pathlib.Path) -> str:
     Raises:
       ValueError: A file that cannot be read.
     """
-    return (_opened(path).metadata() or {}).get(_DIGEST, "")
+    return _opened(path).notes.get(_DIGEST, "")
 
 
 def index_of(paths: Sequence[pathlib.Path]) -> dict[str, list[tuple[str, Part | None]]]:
@@ -133,9 +153,8 @@ def index_of(paths: Sequence[pathlib.Path]) -> dict[str, list[tuple[str, Part | 
     index: dict[str, list[tuple[str, Part | None]]] = {}
     for path in paths:
         file = _opened(path)
-        notes = file.metadata() or {}
-        for name in file.keys():  # noqa: SIM118
-            part = Part.from_json(json.loads(notes[name])) if name in notes else None
+        for name in file.arrays:
+            part = Part.from_json(json.loads(file.notes[name])) if name in file.notes else None
             index.setdefault(name, []).append((path.name, part))
     return index
 
@@ -193,9 +212,9 @@ class SavedArrays(Mapping[str, np.ndarray]):
         index: Index | None = None,
     ) -> None:
         self._directory, self._verify = directory, verify
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _File] = {}
         if index is None:
-            index = {name: [(file, None)] for file in files for name in self._file(file).keys()}  # noqa: SIM118
+            index = {name: [(file, None)] for file in files for name in self._file(file).arrays}
         self._index = index
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -229,7 +248,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole array."""
         file, part = self._index[name][0]
-        return part.shape if part else tuple(self._tensor(file, name).get_shape())
+        return part.shape if part else self._file(file).arrays[name].shape
 
     def read(self, name: str, wanted: Part | None = None) -> np.ndarray:
         """An array, or a part of it, a copy.
@@ -240,20 +259,17 @@ class SavedArrays(Mapping[str, np.ndarray]):
         """
         file, first = self._index[name][0]
         if wanted is None and first is None:
-            return self._file(file).get_tensor(name)
+            return self._file(file).arrays[name].copy()
         wanted = wanted or Part(self.shape(name))
         result: np.ndarray | None = None
         for file, part in self._index[name]:
             for there, here in (part or Part(wanted.shape)).common(wanted):
-                piece = self._tensor(file, name)[there]
+                piece = self._file(file).arrays[name][there]
                 result = np.empty(wanted.part_shape, piece.dtype) if result is None else result
                 result[here] = piece
         return np.empty(wanted.part_shape, np.float32) if result is None else result  # it has no elements
 
-    def _tensor(self, file: str, name: str) -> Any:
-        return self._file(file).get_slice(name)
-
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> _File:
         if name not in self._files:
             path = self._directory / name
             self._verify(path)
@@ -265,26 +281,46 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     """All arrays of a file.
 
     Raises:
-      ValueError: It is not a safetensors file, or holds a type that NumPy lacks.
+      ValueError: It is not a safetensors file, or holds a type of numbers that cannot be read.
     """
-    file = _opened(path)
-    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return {name: array.copy() for name, array in _opened(path).arrays.items()}
 
 
-# The types of numbers that NumPy has, as the header of a file names them.
-_TYPES = frozenset({"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """A file whose header has been read.
+
+    Attributes:
+      notes: What the header has beside the arrays.
+      arrays: Views of the file, mapped into memory.
+    """
+
+    notes: Mapping[str, str]
+    arrays: Mapping[str, np.ndarray]
 
 
-def _opened(path: pathlib.Path) -> Any:
-    """A file whose header has been read."""
+def _opened(path: pathlib.Path) -> _File:
+    """The contents of a file.
+
+    safetensors checks the header, and NumPy reads the arrays: safetensors 0.8 gives NumPy no float8, and older versions
+    no bfloat16.
+    """
     try:
-        file = safetensors.safe_open(path, framework="numpy")
-        types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+        with safetensors.safe_open(path, framework="numpy") as file:
+            notes, names = file.metadata() or {}, file.keys()
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
-    if unknown := types - _TYPES:
+    content = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    if unknown := {header[name]["dtype"] for name in names} - _TYPES.keys():
         raise ValueError(f"{path.name} holds a type that cannot be read: {', '.join(sorted(unknown))}")
-    return file
+
+    def view(dtype: str, shape: Sequence[int], data_offsets: tuple[int, int]) -> np.ndarray:
+        first, end = data_offsets
+        return content[start + first : start + end].view(_TYPES[dtype]).reshape(shape)
+
+    return _File(notes, {name: view(**header[name]) for name in names})
 
 
 def _ranges(value: Any) -> Ranges:
