@@ -476,6 +476,26 @@ def test_weighted_mean():
     assert callbacks.weighted_mean([0.1, 0.1, 0.1], [1.0, 1.0, 1.0]) == 0.1
 
 
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """Cannot be serialised."""
+
+    def __call__(self, step):
+        return 0.5 ** tf.cast(step, tf.float32)
+
+
+@pytest.mark.parametrize(("rate", "name"), [(Halving(), "Halving"), (lambda: 0.1, "<lambda>")])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rates_that_cannot_be_saved_are_compared_by_name(alone, rate, name, scaled):
+    optimizer = keras.optimizers.SGD(rate)
+    optimizer = tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer)
+    optimizer.build(model_of().trainable_variables)
+    alone.others = [lambda value: [value[0] | {"learning_rate": "Doubling"}, value[1]]]
+    with pytest.raises(tfpar.ConfigError, match=f"different values of learning_rate, 'Doubling' and '{name}'"):
+        distribution_of(optimizer).start(optimizer)
+    alone.others = [lambda value: value]
+    distribution_of(optimizer).start(optimizer)
+
+
 # What the reader sees
 
 

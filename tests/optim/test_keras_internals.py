@@ -7,7 +7,7 @@ import functools
 import inspect
 import pathlib
 
-from tfpar.optim import keras_calls, keras_compile, keras_deferred, keras_internals
+from tfpar.optim import keras_calls, keras_compile, keras_deferred, keras_internals, keras_rates
 from tfpar.optim.keras_internals import INTERNALS, OptimizerView, view_of
 
 import keras
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-ALL = (*INTERNALS, *keras_compile.INTERNALS, *keras_calls.INTERNALS, *keras_deferred.INTERNALS)
-_MODULES = ("keras_internals.py", "keras_compile.py", "keras_calls.py", "keras_deferred.py")
+MODULES = (keras_internals, keras_compile, keras_calls, keras_deferred, keras_rates)
+ALL = [internal for module in MODULES for internal in module.INTERNALS]
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -415,7 +415,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def test_no_other_module_uses_a_private_name_of_keras():
-    own = [ROOT / "tfpar" / "optim" / name for name in _MODULES]
+    own = [pathlib.Path(module.__file__) for module in MODULES]
     paths = [path for path in (ROOT / "tfpar").rglob("*.py") if path not in own]
     found = {str(path.relative_to(ROOT)): private_uses(ast.parse(path.read_text())) for path in paths}
     assert {path: names for path, names in found.items() if names} == {}

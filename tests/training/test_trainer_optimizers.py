@@ -63,6 +63,22 @@ def test_an_optimizer_object_keeps_its_own_schedule():
     np.testing.assert_allclose(fit_line(keras.optimizers.SGD(decay), 6), expected, rtol=1e-5)
 
 
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """Cannot be serialised."""
+
+    def __call__(self, step):
+        return 0.1 * 0.5 ** tf.cast(step, tf.float32)
+
+
+@pytest.mark.parametrize(
+    ("rate", "rates"), [(Halving(), [0.1 * 0.5**step for step in range(4)]), (lambda: 0.1, [0.1] * 4)]
+)
+def test_a_rate_that_cannot_be_saved_is_followed_also_when_a_run_resumes(tmp_path, rate, rates):
+    for steps in (2, 4):
+        weights = fit_line(keras.optimizers.SGD(rate), steps, workdir=str(tmp_path))
+        np.testing.assert_allclose(weights, descend(rates[:steps]), rtol=1e-5)
+
+
 def test_an_optimizer_object_keeps_its_own_learning_rate():
     np.testing.assert_allclose(fit_line(keras.optimizers.SGD(0.07), 5), descend([0.07] * 5), rtol=1e-5)
 

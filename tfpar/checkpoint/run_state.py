@@ -15,6 +15,7 @@ from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.optim import keras_rates
 from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import (
@@ -231,8 +232,11 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
 
 def optimizer_options(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """The options of an optimizer object that JSON can hold, without its name, which Keras numbers."""
+    config = keras_rates.config_of(optimizer)
+    if callable(rate := config.get("learning_rate")):
+        config["learning_rate"] = keras_rates.schedule_config(rate) or rate
     options = {}
-    for name, value in optimizer.get_config().items():
+    for name, value in config.items():
         with contextlib.suppress(TypeError, ValueError):
             options[name] = json.loads(json.dumps(value))
     options.pop("name", None)

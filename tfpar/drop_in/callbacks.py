@@ -188,7 +188,7 @@ class AverageMetrics(_InStep):
                 "values": values,
                 "train": self._train or self._snapshot(),
                 "validation": self._validation or {"examples": 0.0, "state": []},
-                "learning rate": _learning_rate(self.model.optimizer),
+                "learning rate": _current_rate(self.model.optimizer),
                 "stop_training": bool(self.model.stop_training),
             },
         )
@@ -292,7 +292,7 @@ def weighted_mean(values: list[float], weights: list[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
 
 
-def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+def _current_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     """The present learning rate; None where there are several (Keras' MultiOptimizer refuses to name one)."""
     learning_rate = getattr(optimizer, "learning_rate", None)
     return None if learning_rate is None else float(keras.ops.convert_to_numpy(learning_rate))

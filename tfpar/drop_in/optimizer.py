@@ -12,6 +12,7 @@ from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.workers import Workers
 from tfpar.exchange import Exchange
+from tfpar.optim import keras_rates
 from tfpar.optim.exchanged_update import exchange_before_update, exchange_of, sum_rows_before_update
 from tfpar.optim.keras_internals import trainable_variables, variable_index
 
@@ -303,7 +304,8 @@ def _path(variable: Any) -> str:
 
 def _describe(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
     """Class and configuration as text, without the names that Keras numbers, and without what variables hold."""
-    config = keras.optimizers.serialize(optimizer)
+    with keras_rates.without_schedule(getattr(optimizer, "inner_optimizer", optimizer)) as schedule:
+        config = keras.optimizers.serialize(optimizer)
 
     def relevant(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -312,4 +314,7 @@ def _describe(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
         return {key: relevant(item) for key, item in value.items() if key != "name" and not held(key, item)}
 
     facts = {"optimizer": config["class_name"]} | relevant(config["config"])
+    if schedule is not None:
+        described = keras_rates.schedule_config(schedule)
+        facts["learning_rate"] = relevant(described) or getattr(schedule, "__qualname__", type(schedule).__qualname__)
     return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in facts.items()}

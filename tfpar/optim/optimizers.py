@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, OptimizerConfig, unknown_name
-from tfpar.optim import keras_internals
+from tfpar.optim import keras_internals, keras_rates
 from tfpar.optim.lars import LARS
 
 import keras
@@ -182,10 +182,11 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
 
     Args:
       optimizer: The original. Copies class, configuration, and exclusions from weight decay, which Keras' configuration
-        omits.
+        omits. A schedule or function of the learning rate is shared.
 
     Raises:
-      ConfigError: Variables were excluded from weight decay as objects; the copy will have different variables.
+      ConfigError: Variables were excluded from weight decay as objects; the copy will have different variables. Or the
+        class cannot be made from its configuration.
     """
     parts = getattr(optimizer, "_tfpar_excluded_parts", None)
     if parts is None and keras_internals.excludes_variables(optimizer):
@@ -193,12 +194,25 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
             f"{optimizer.name}.exclude_from_weight_decay(var_list=...) names variables made outside the strategy. "
             "Exclude by name (var_names=[...]), or make model and optimizer in the strategy's scope."
         )
-    copy = type(optimizer).from_config(optimizer.get_config())
+    copy = _from_own_config(optimizer)
     if pattern := keras_internals.excluded_names(optimizer):
         copy.exclude_from_weight_decay(var_names=[pattern])
     if parts is not None:
         _exclude_by_path(copy, parts)
     return copy
+
+
+def _from_own_config(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    config = keras_rates.config_of(optimizer)
+    try:
+        return type(optimizer).from_config(config)
+    except Exception as error:  # of the user's class
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"optimizer={kind}(...): training needs a copy, and {kind}.from_config(optimizer.get_config()) raised "
+            f"{type(error).__name__}: {error}. Define get_config() in {kind} so that it returns every argument of the "
+            "constructor."
+        ) from error
 
 
 def recreate_for(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.optim import keras_internals, optimizers
+from tfpar.optim import keras_internals, keras_rates, optimizers
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import keeps_slots_beside, split_of
 
@@ -114,7 +114,7 @@ def with_own_accumulation(
     steps = optimizer.gradient_accumulation_steps
     if not steps or isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer):
         return kept
-    if not isinstance(optimizer.get_config()["learning_rate"], numbers.Real):
+    if not isinstance(keras_rates.config_of(optimizer)["learning_rate"], numbers.Real):
         return kept
     configured = config.train.accumulate_steps if config else 1
     given = options.get("accumulate_steps", steps if configured == 1 else configured)
@@ -139,7 +139,7 @@ def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:
     Raises:
       ConfigError: It has a schedule of its own.
     """
-    rate = optimizer.get_config()["learning_rate"]
+    rate = keras_rates.config_of(optimizer)["learning_rate"]
     if isinstance(rate, numbers.Real):
         return float(rate)
     raise ConfigError(

@@ -62,7 +62,7 @@ class FragmentPrograms:
     ) -> None:
         self.model, self.outer = ([every[place] for place in places] for every in (sets.model, sets.outer))
         self.optimizer, self._parts = optimizer, parts
-        self._size, self._learning_rate, self._exchange = size, learning_rate, exchange
+        self._size, self._rate, self._exchange = size, learning_rate, exchange
         self._strategy, self._worker, self._workers = strategy, worker, workers
         self._replicas = len(strategy.extended.worker_devices) // parts.programs
         self._shapes = [variable.shape for variable in self.model[size:]]
@@ -162,7 +162,7 @@ class FragmentPrograms:
         optimizer, size = self.optimizer, self._size
         old, slots = replica.read(self.outer), replica.read(optimizer.variables)
         mean = [tf.cast(each, weight.dtype) for each, weight in zip(values, old, strict=True)]
-        rate = tf.constant(self._learning_rate, tf.float32)
+        rate = tf.constant(self._rate, tf.float32)
         new, slots = pure_apply(optimizer, slots, old[:size], mean[:size], rate, beside=beside)
         changes = [call_beside(tf.subtract, *pair) for pair in zip(new, old, strict=False)]
         squares = [self._parts.squares(each, self.model[:size]) for each in (list(values[:size]), changes)]

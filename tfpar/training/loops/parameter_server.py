@@ -135,7 +135,7 @@ class ParameterServerLoop:
         finite = tf.math.is_finite(norm) & tf.math.is_finite(sums.loss)
         with tf.control_dependencies([norm]):
             computed = tf.timestamp()
-        rate = self._learning_rate(step, lr_multiplier)
+        rate = self._rate_at(step, lr_multiplier)
 
         def push() -> tf.Tensor:
             program = self._program
@@ -153,7 +153,7 @@ class ParameterServerLoop:
         durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began, zero])
         return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
 
-    def _learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
+    def _rate_at(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         if self._context.schedule is not None:
             return tf.cast(self._context.schedule(step), tf.float32) * lr_multiplier
         return tf.cast(self._program.optimizer.learning_rate, tf.float32)
