@@ -202,6 +202,30 @@ def test_worker_0_hears_of_a_peer_that_could_not_write(tmp_path, messages):
         assert not list(writers[0].directory.glob(".*"))
 
 
+def test_what_is_left_of_a_failed_attempt_does_not_spoil_the_next(tmp_path, monkeypatch, messages):
+    """After worker 0 has given up waiting for it, worker 1 still writes its file, and worker 2 fails to."""
+
+    def refuse(*_: object, **options: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    writers = [Checkpointer(tmp_path, worker=worker, workers=3) for worker in range(3)]
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "_PEER_WAIT_SECONDS", 0.1)
+        for writer in writers:
+            if writer.worker == 2:
+                patched.setattr(staging, "write_arrays", refuse)
+            writer.save(checkpoint(1, 1, exchange_kilobytes=1))
+            writer.wait()
+    left = {path.name for path in (writers[0].directory / ".step-000000001.partial").iterdir()}
+    assert left == {"exchange-1.safetensors", "exchange-2.safetensors.failed"}
+    save_together(writers, [checkpoint(1, 1, exchange_kilobytes=2)] * 3)
+    for writer in writers:
+        writer.close()
+    assert [len(writer.failures) for writer in writers] == [1, 0, 1]
+    assert [writers[0].exchange_state(1, worker)["0/worker"].nbytes for worker in range(3)] == [2048] * 3
+    assert not list(writers[0].directory.glob(".*"))
+
+
 def test_nobody_waits_for_peers_of_a_run_that_has_ended(tmp_path, messages):
     writer = Checkpointer(tmp_path, worker=0, workers=2)
     writer.save(checkpoint(1, 1, 1))  # worker 1 has died

@@ -13,6 +13,7 @@ always complete. Older ones are untouched until then; only those beyond `keep` a
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import errno
@@ -84,6 +85,7 @@ class Checkpointer:
         self._on_error = on_error
         self._needed = needed
         self._candidate: int | None = None
+        self._attempts: collections.Counter[int] = collections.Counter()
         self._pending: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._abandoned = threading.Event()
@@ -110,7 +112,9 @@ class Checkpointer:
         self.wait()
         if candidate:
             self._candidate = checkpoint.step
-        self._pending = self._executor.submit(self._write_guarded, checkpoint, best)
+        self._attempts[checkpoint.step] += 1
+        attempt = self._attempts[checkpoint.step]
+        self._pending = self._executor.submit(self._write_guarded, checkpoint, best, attempt)
 
     def mark_best(self, step: int) -> None:
         """Marks a checkpoint as the best; does nothing if it could not be written."""
@@ -204,9 +208,9 @@ class Checkpointer:
         """The exchange state that a worker saved at a step, empty if it had none; ValueError if it is damaged."""
         return files.read_exchange(self.directory / files.directory_name(step), worker)
 
-    def _write_guarded(self, checkpoint: Checkpoint, best: bool) -> None:
+    def _write_guarded(self, checkpoint: Checkpoint, best: bool, attempt: int) -> None:
         try:
-            staging.write(self.directory, checkpoint, self.worker, self._workers, self._abandoned)
+            staging.write(self.directory, checkpoint, self.worker, self._workers, self._abandoned, attempt)
         except Exception as error:  # any error: training can continue without this checkpoint
             self._failed(f"step {checkpoint.step}", f"checkpoint of step {checkpoint.step}", error)
             return

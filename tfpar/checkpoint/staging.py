@@ -5,6 +5,7 @@ WORKDIR/checkpoints/
   .step-000000600.partial/             being written, by all workers together
     exchange-1.safetensors             appears whole, by a rename
     exchange-1.safetensors.failed      worker 1 could not write its file: worker 0 stops waiting
+  .step-000000600.2.partial/           a second attempt at this step
   .step-000000600.replaced/            replaced by another checkpoint of the same step
   .step-000000300.removed/             being deleted
 ```
@@ -35,7 +36,12 @@ _SLACK_BYTES = 1 << 16  # manifest, directories, and the overhead of the file sy
 
 
 def write(
-    directory: pathlib.Path, checkpoint: Checkpoint, worker: int, workers: int, abandoned: threading.Event
+    directory: pathlib.Path,
+    checkpoint: Checkpoint,
+    worker: int,
+    workers: int,
+    abandoned: threading.Event,
+    attempt: int = 1,
 ) -> None:
     """Writes one checkpoint, this worker's part of it.
 
@@ -46,12 +52,14 @@ def write(
       worker: Rank of this worker. Worker 0 waits for its peers' files, and puts the whole in place.
       workers: Number of workers.
       abandoned: Once set, peers are not waited for any longer.
+      attempt: Number of this attempt to write a checkpoint of this step, the same on all workers. Each attempt has its
+        own directory, because a peer may still be writing for one that worker 0 has given up.
 
     Raises:
       OSError: It could not be written. Older checkpoints are unchanged.
     """
     target = directory / files.directory_name(checkpoint.step)
-    partial = _hidden(target, _PARTIAL)
+    partial = _hidden(target, _PARTIAL if attempt == 1 else f".{attempt}{_PARTIAL}")
     if worker == 0:
         _remove_stale(directory, partial)
     own, digest = files_of(checkpoint, worker), ""
@@ -157,10 +165,14 @@ def _hidden(path: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
-    """Removes the files of peers for checkpoints that were never completed; peers may already be writing the next
-    one."""
+    """Removes the files of peers for earlier steps and attempts that were never completed; peers may already be writing
+    the next one."""
+
+    def order(path: pathlib.Path) -> list[tuple[int, str]]:
+        return [(len(number), number) for number in path.name.removesuffix(_PARTIAL).split(".")]
+
     for path in directory.glob(f".step-*{_PARTIAL}"):
-        if (len(path.name), path.name) < (len(partial.name), partial.name):
+        if order(path) < order(partial):
             shutil.rmtree(path, ignore_errors=True)
 
 
