@@ -112,11 +112,14 @@ class TestStreaks:
             steps.note(np.arange(7, 10), np.array([False, False, True]), np.ones(3))
         assert settled == [True]
 
-    def test_without_a_limit_nothing_ends_and_nothing_is_held_back(self):
+    def test_without_a_limit_nothing_ends_but_checkpoints_are_held_back(self):
         steps = NonFiniteStreak(inputs.Pipeline(generated(FIRST_BAD), IN_ORDER), limit=0)
         for first in range(0, 1000, 100):
             steps.note(np.arange(first, first + 100), np.zeros(100, bool), np.ones(100))
-        assert not steps.streak
+            steps.note(np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0))
+            assert steps.suspends_checkpoints
+        assert not steps.streak  # it would grow for ever
+        steps.note(np.arange(1000, 1002), np.array([False, True]), np.ones(2))
         assert not steps.suspends_checkpoints
 
     def test_of_pushes_name_the_share_of_one_worker(self):

@@ -48,6 +48,8 @@ class NonFiniteStreak:
     Attributes:
       streak: The loss of each step left out since the last one that was applied, by number from 0 on; empty where
         there is no limit.
+      suspends_checkpoints: Whether to suspend checkpoints, which would evict the last good ones: the last step was left
+        out. Also where there is no limit.
     """
 
     def __init__(
@@ -60,16 +62,12 @@ class NonFiniteStreak:
         before_raise: Callable[[], object] = lambda: None,
     ) -> None:
         self.streak: dict[int, float] = {}
+        self.suspends_checkpoints = False
         self._batches = batches
         self._limit = limit
         self._workdir = workdir
         self._is_chief = is_chief
         self._before_raise = before_raise
-
-    @property
-    def suspends_checkpoints(self) -> bool:
-        """Whether to suspend checkpoints, which would evict the last good ones."""
-        return bool(self.streak)
 
     def note(self, steps: np.ndarray, applied: np.ndarray, losses: np.ndarray) -> None:
         """Takes note of some steps.
@@ -82,6 +80,8 @@ class NonFiniteStreak:
         Raises:
           BadStepsError: As many in a row as the limit were left out.
         """
+        if applied.size:
+            self.suspends_checkpoints = not applied[-1]
         if not self._limit or (applied.all() and not self.streak):
             return
         for step, good, loss in zip(steps.tolist(), applied, losses, strict=True):
