@@ -124,20 +124,24 @@ _SERIALIZED = (
 )
 
 
-def _register_with_keras() -> None:
+def _register_with_keras() -> bool:
     """Lets `keras.saving.load_model` find tfpar's classes: importing a module registers them.
 
-    Not while a module of tfpar is being imported that has just imported Keras: `__getattr__` does it when it is there.
+    Returns:
+      Whether it has. Not while a module of tfpar is being imported that has just imported Keras: `__getattr__`
+      does it when it is there.
     """
-    if not is_importing("tfpar"):
-        for module in _SERIALIZED:
-            importlib.import_module(module)
+    if is_importing("tfpar"):
+        return False
+    for module in _SERIALIZED:
+        importlib.import_module(module)
+    return True
 
 
 def __getattr__(name: str) -> Any:
     found = _find(name)
-    if "keras" in sys.modules:
-        _register_with_keras()
+    if "keras" in sys.modules and _register_with_keras() and name not in _DEPRECATED:
+        globals()[name] = found  # Python looks there first
     return found
 
 

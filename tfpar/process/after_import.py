@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def after_import(name: str, function: Callable[[], None]) -> None:
+def after_import(name: str, function: Callable[[], object]) -> None:
     """Runs a function when a module has been imported: now, if it has been already.
 
     Args:
@@ -32,7 +32,7 @@ def is_importing(package: str) -> bool:
 class _Notice(importlib.abc.MetaPathFinder):
     """Notices the first import of a module, wherever it happens."""
 
-    def __init__(self, name: str, function: Callable[[], None]) -> None:
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
         self._name, self._function = name, function
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:

@@ -17,6 +17,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
 from tfpar.parallel.tensor.divided_logits import gathered
+from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
 from tfpar.training import confusion
 from tfpar.training.core import Core
@@ -98,6 +99,7 @@ class Evaluator:
         names = program.batch_readers.distorted_metrics(pipeline)
         with (
             failure.peer_errors_named(topology.cluster),
+            graphs_released(),
             program.averages.shown(),
             named(source, read),
             activity(f"evaluating {source.info.name}", count=examples_done, total=total, shown=program.reports),

@@ -13,6 +13,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
+from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.objective.outputs import check_inputs
@@ -65,7 +66,7 @@ class Predictor:
             f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
         )
         agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "predict()")
-        with failure.peer_errors_named(topology.cluster), program.averages.shown(), shown:
+        with failure.peer_errors_named(topology.cluster), graphs_released(), program.averages.shown(), shown:
             for step in range(batches):
                 if calls:
                     calls.begin(step)

@@ -13,6 +13,7 @@ from tfpar.monitor import announce
 from tfpar.monitor import summary as results
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunOutcome
+from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
 from tfpar.process.memory import return_freed_memory
@@ -115,6 +116,7 @@ class Run:
         context = self._context
         with contextlib.ExitStack() as guards:
             guards.enter_context(context.watchdog)
+            guards.enter_context(graphs_released())
             if context.program.topology.workers > 1 or not context.program.topology.synchronous:
                 guards.enter_context(ExitOnInterrupt(self._report_interrupted))
             try:
