@@ -118,6 +118,7 @@ REPEATS = {
         "2",
     ),
     "tests/integration/test_sharded.py::test_devices_that_divide_the_state_equal_one": ("lamb-gradients",),
+    "tests/integration/test_sharded.py::test_rows_and_columns_of_adafactor": ("gradients",),
     "tests/integration/test_sharded.py::test_scattered_gradients_of_micro_batches_equal_one_device": (),
     "tests/integration/test_sharded.py::test_three_workers_equal_one_device": (),
     "tests/integration/test_sharded.py::test_weights_that_are_assigned_before_fit_count": (),
@@ -192,6 +193,14 @@ REPEATS = {
     "tests/outer/federated/test_encoding.py::test_a_run_with_memory_goes_on_with_the_same_bits": (),
     "tests/outer/federated/test_messages.py::test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation": (
         "build",
+    ),
+    "tests/outer/test_divided_rounds.py::test_a_mean_movement_is_applied_to_the_parts": ("1",),
+    "tests/outer/test_divided_rounds.py::test_fragments_of_divided_weights": ("data:2,model:2-4-dense",),
+    "tests/outer/test_divided_rounds.py::test_norms_count_every_weight_once": ("data:2,pipeline:2",),
+    "tests/outer/test_divided_rounds.py::test_outer_weights_are_divided_like_the_model": ("nesterov",),
+    "tests/outer/test_divided_rounds.py::test_weights_of_whole_replicas": (
+        "data:2,model:2-4-language_model",
+        "model:2-2-dense",
     ),
     "tests/process/test_startup.py::test_verbose_leaves_everything": (),
     "tests/rl/test_dqn.py::test_two_replicas_learn_what_one_does": ("0.0",),
@@ -325,6 +334,7 @@ REPEATS = {
     "tests/training/planning/test_counting.py::test_predicted_bytes_are_those_that_devices_hold": (
         "pipeline:2,model:2-4-options1",
     ),
+    "tests/training/test_adapters_on_meshes.py::test_equal_one_device": ("language_model-model:2-2-options1",),
     "tests/training/test_evaluation.py::test_equals_keras_evaluate": ("1-False", "3-True"),
     "tests/training/test_evaluation.py::test_evaluation_has_batches_of_its_own_and_may_be_cut_short_during_training": (
         "1",
@@ -374,6 +384,23 @@ REPEATS = {
         "branches-3-options8",
     ),
     "tests/training/test_prediction.py::test_equals_keras_predict": ("1-True", "3-False"),
+    "tests/training/test_sharded_meshes.py::test_gradients_and_weights_equal_one_device": ("dense-options1",),
+    "tests/training/test_sharded_meshes.py::test_gradients_whose_squares_float32_does_not_hold_are_clipped": (
+        "data:2,model:2-{'shard': 'gradients'}",
+        "data:2,model:2-{'shard': 'weights'}",
+        "data:2,pipeline:2-{'shard': 'optimizer'}",
+    ),
+    "tests/training/test_sharded_meshes.py::test_resumed_on_other_devices": (
+        "('data:2,model:2', 4, {'shard': 'weights'})",
+    ),
+    "tests/training/test_sharded_meshes.py::test_resumed_to_the_same_bits": (
+        "{'shard': 'gradients'}",
+        "{'shard': 'optimizer'}",
+    ),
+    "tests/training/test_sharded_meshes.py::test_the_weights_of_a_block_are_gathered_together_beside_a_model_axis": (
+        "False",
+    ),
+    "tests/training/test_sharded_meshes.py::test_weights_with_a_short_dimension": ("1",),
     "tests/training/test_step.py::test_finite_gradients_whose_squares_overflow_are_applied": (
         "0.0-1-False",
         "0.0-2-True",
