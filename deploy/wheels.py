@@ -102,6 +102,8 @@ def test_wheel(version: str, *, newest: bool) -> None:
         run(str(place / "venv" / "bin" / "tfpar"), "--version", folder=place)
         code = "import sys, tfpar_ops; print(tfpar_ops.library_status()); sys.exit(not tfpar_ops.uses_library())"
         run(inside, "-c", code, folder=place)
+        code = "from tfpar_ops import transport_library as its; print('transport:', its.why_unusable() or 'usable')"
+        run(inside, "-c", code, folder=place)
         options = ("-q", "--timeout=300", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning")
         run(inside, "-m", "pytest", *options, *TESTS, folder=place)
 

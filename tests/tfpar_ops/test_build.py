@@ -63,7 +63,7 @@ def test_a_wheel_carries_the_library(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    assert re.fullmatch(r"tfpar-[\d.]+-py3-none-\w+\.whl", wheel.name)
+    assert re.fullmatch(r"tfpar-[\w.]+-py3-none-\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         facts = json.loads(archive.read(f"tfpar_ops/{library.FACTS}"))
