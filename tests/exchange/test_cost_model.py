@@ -10,7 +10,7 @@ from tfpar.collectives.cost_model import NOTHING, Cost, Link, Speed
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
-from tfpar.exchange.algorithms import rounds
+from tfpar.exchange.algorithms import message_plans
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.spec import Spec
 from tfpar.exchange.tuning import auto
@@ -131,7 +131,7 @@ def test_auto_leaves_out_what_a_gpu_cannot_add_up(choose):
     slow, speed = Link(0.0, 12.5e6), Speed(5e9, 5e9)
     assert choose(slow, speed, [ELEMENTS], workers=65, device=CPU, what=pattern_of) == ["two_phase"]
     assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU) == ["fp8"]
-    assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU, what=pattern_of)[0] in rounds.PLANS
+    assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU, what=pattern_of)[0] in message_plans.PLANS
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 100])

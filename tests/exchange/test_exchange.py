@@ -7,7 +7,7 @@ from tfpar.config import ConfigError
 from tfpar.exchange import DevicesOfReplica, Exchange, buckets
 from tfpar.exchange import spec as specs
 from tfpar.exchange.compressed import CompressedReducer
-from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.dense_reducer import DenseReducer
 from tfpar.exchange.per_device import groups_of_places
 from tfpar.exchange.reducer import LocalReducer, SharedMemoryReducer
 

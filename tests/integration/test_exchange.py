@@ -8,7 +8,7 @@ import pathlib
 from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, RETUNED, SHAPES, STEPS, gradients
 from tests.integration.test_multi_worker import launch
 from tfpar.exchange import spec as specs
-from tfpar.exchange.algorithms import rounds
+from tfpar.exchange.algorithms import message_plans
 
 import numpy as np
 import pytest
@@ -182,6 +182,6 @@ def check_traffic(text: str, traffic: np.ndarray, workers: int) -> None:
     if spec.options.pattern == "all_gather":
         shares = workers - 1
     elif spec.options.pattern == "binary_blocks":
-        plan = rounds.binary_blocks(workers)
+        plan = message_plans.binary_blocks(workers)
         shares = plan.sent_shards(0) / plan.shards
     np.testing.assert_allclose(sent, shares * (payload - small) + 2 * share * small, atol=1)

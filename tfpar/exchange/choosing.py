@@ -9,7 +9,7 @@ from tfpar.collectives.replicas import worker_rank
 from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import buckets
 from tfpar.exchange.compressed import CompressedReducer
-from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.dense_reducer import DenseReducer
 from tfpar.exchange.reducer import LocalReducer, Reducer, SharedMemoryReducer, StrategyReducer
 from tfpar.exchange.spec import Spec
 

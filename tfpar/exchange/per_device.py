@@ -16,7 +16,7 @@ from tfpar.collectives.tensorflow import group_of_place, world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import buckets, residuals
 from tfpar.exchange.compressed import CompressedReducer
-from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.dense_reducer import DenseReducer
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, local_replicas, replica_context
 from tfpar.exchange.sharding.shards import ShardedVector

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 
 from tfpar.collectives.cost_model import Cost
-from tfpar.exchange.algorithms import point_to_point, rounds, two_phase
+from tfpar.exchange.algorithms import message_plans, point_to_point, two_phase
 from tfpar.exchange.algorithms.point_to_point import PointToPoint
 from tfpar.exchange.algorithms.two_phase import TwoPhase
 from tfpar.exchange.buckets import Bucket
@@ -62,5 +62,5 @@ PATTERNS = {
     ),
     "hierarchical": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True, can_pipeline=True),
     # halving_doubling equals binary_blocks for a power of two.
-    **{name: _point_to_point(name, is_candidate=name != "halving_doubling") for name in rounds.PLANS},
+    **{name: _point_to_point(name, is_candidate=name != "halving_doubling") for name in message_plans.PLANS},
 }

@@ -12,7 +12,7 @@ from tfpar.collectives import cost_model
 from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
-from tfpar.exchange.algorithms import rounds
+from tfpar.exchange.algorithms import message_plans
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar_ops import Codec
 
@@ -20,7 +20,7 @@ import tensorflow as tf
 
 
 class PointToPoint:
-    """A bucket that is exchanged by a `rounds.MessagePlan`.
+    """A bucket that is exchanged by a `message_plans.MessagePlan`.
 
     Partial sums are encoded again for every message, and the full sum of a shard once more by its owner. As a worker
     sends, or owns, each element exactly once, one residual of L elements holds everything that it has not sent.
@@ -35,7 +35,7 @@ class PointToPoint:
       seed: Seed of stochastic rounding.
       name: Prefix of the residual variable's name.
       error_feedback: Whether there is a residual.
-      pattern: One of `rounds.PLANS`.
+      pattern: One of `message_plans.PLANS`.
     """
 
     factor_rank = 0
@@ -56,7 +56,7 @@ class PointToPoint:
         self.elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
         self._seed = seed
-        self._plan = rounds.PLANS[pattern](group.size)
+        self._plan = message_plans.PLANS[pattern](group.size)
         shards = self._plan.shards
         self.shard_elements = max(1, -(-self.codec.blocks(self.elements) // shards)) * self.codec.block
         bounds = [min(shard * self.shard_elements, self.elements) for shard in range(shards + 1)]
@@ -91,7 +91,7 @@ class PointToPoint:
         return WireBytes(payload * self._plan.shards, payload * self._plan.sent_shards(self._group.rank))
 
     def _gather(
-        self, phase: rounds.Round, rows: dict[int, tf.Tensor], keys: Sequence[int], sent: list[tf.Tensor]
+        self, phase: message_plans.Round, rows: dict[int, tf.Tensor], keys: Sequence[int], sent: list[tf.Tensor]
     ) -> dict[int, tf.Tensor]:
         """Passes encoded sums on; returns those that arrive."""
         arrived: dict[int, tf.Tensor] = {}
@@ -104,7 +104,7 @@ class PointToPoint:
                 arrived |= dict(zip(range(move.first, move.last), tf.split(payload, move.shards), strict=True))
         return arrived
 
-    def _receive(self, move: rounds.Transfer, key: int) -> tf.Tensor:
+    def _receive(self, move: message_plans.Transfer, key: int) -> tf.Tensor:
         return self._group.receive(tf.TensorShape([move.shards, self._words]), tf.int32, move.source, key)
 
 
@@ -121,7 +121,7 @@ class _Exchange:
         self._norms: list[tf.Tensor] = []
         self._encodings = 0
 
-    def reduce(self, phase: rounds.Round, keys: Sequence[int]) -> None:
+    def reduce(self, phase: message_plans.Round, keys: Sequence[int]) -> None:
         """Sends partial sums, and adds those that arrive to this worker's own."""
         bucket, rank = self._bucket, self._bucket._group.rank
         arrived: dict[int, list[tf.Tensor]] = {}
@@ -175,7 +175,7 @@ class _Exchange:
 
 def cost(codec: Codec, elements: int, workers: int, link: Link, speed: Speed, *, pattern: str) -> Cost:
     """The cost of exchanging one vector, see `registry.register`."""
-    plan = rounds.PLANS[pattern](workers)
+    plan = message_plans.PLANS[pattern](workers)
     shard = -(-codec.blocks(elements) // plan.shards) * codec.block
     critical = plan.critical_shards() * codec.payload_bytes(shard)
     gradient = 4 * elements

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfpar.collectives.gloo import GlooGroup
 from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
-from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.dense_reducer import DenseReducer
 from tfpar.exchange.fusion import Fusion
 
 import numpy as np

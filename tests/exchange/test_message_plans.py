@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tfpar.exchange.algorithms import rounds
-from tfpar.exchange.algorithms.rounds import MessagePlan
+from tfpar.exchange.algorithms import message_plans
+from tfpar.exchange.algorithms.message_plans import MessagePlan
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def play(plan: MessagePlan) -> list[int]:
 @pytest.mark.parametrize("workers", SIZES)
 @pytest.mark.parametrize("name", ["ring", "binary_blocks"])
 def test_every_worker_ends_with_every_sum(name, workers):
-    plan = rounds.PLANS[name](workers)
+    plan = message_plans.PLANS[name](workers)
     sent = play(plan)
     assert sent == [plan.sent_shards(rank) for rank in range(workers)]
     if name == "ring":
@@ -52,7 +52,7 @@ def test_every_worker_ends_with_every_sum(name, workers):
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8, 32, 64])
 def test_halving_doubling(workers):
-    plan = rounds.halving_doubling(workers)
+    plan = message_plans.halving_doubling(workers)
     assert play(plan) == [2 * (workers - 1)] * workers
     assert len(plan.reduce) == len(plan.gather) == workers.bit_length() - 1
     assert plan.critical_shards() == 2 * (workers - 1)
@@ -61,10 +61,10 @@ def test_halving_doubling(workers):
 @pytest.mark.parametrize("workers", [3, 5, 6, 7, 12])
 def test_halving_doubling_wants_a_power_of_two(workers):
     with pytest.raises(ValueError, match=f"{workers} workers"):
-        rounds.halving_doubling(workers)
+        message_plans.halving_doubling(workers)
 
 
 @pytest.mark.parametrize(("workers", "count"), [(3, 2), (5, 3), (6, 3), (7, 4)])
 def test_rounds_of_binary_blocks(workers, count):
     """log2 of the largest block, and one for each further block."""
-    assert len(rounds.binary_blocks(workers).reduce) == count
+    assert len(message_plans.binary_blocks(workers).reduce) == count
