@@ -48,7 +48,12 @@ class Training:
       data: `(x, y)` or `(x, y, sample_weight)`, arrays in structures without lists.
       replicas: Logical devices.
       **options: Of `TrainStep`.
+
+    Attributes:
+      loss_count: The sum of `StepsResult.loss_counts` over the last epoch.
     """
+
+    loss_count = 0.0
 
     def __init__(
         self, build: Callable[[], keras.Model], goal: Goal, data: Sequence[Any], replicas: int = 1, **options
@@ -99,6 +104,7 @@ class Training:
         )
         assert result.finite.numpy().all()
         assert result.count.numpy().sum() == self.size  # examples, whatever is averaged over
+        self.loss_count = float(result.loss_counts.numpy().sum())
         loss = np.average(result.loss.numpy(), weights=result.count.numpy())
         return {"loss": float(loss)} | self.core.metric_results([part.numpy() for part in result.metrics])
 

@@ -354,3 +354,42 @@ def test_a_step_of_one_worker_alone_is_divided_by_its_own_numbers(build):
     values = [value for value, each in zip(expected, core.model.weights, strict=True) if each.trainable]
     for param, gradient, value in zip(params, sums.gradients, values, strict=True):
         np.testing.assert_allclose(param - LEARNING_RATE * gradient / denominator, value, rtol=2e-5, atol=2e-6)
+
+
+def penalised() -> keras.Model:
+    """Masked outputs and a penalty."""
+    model = tagger()
+    return keras.Model(
+        model.inputs, keras.layers.Dense(4, kernel_initializer=seeded(3), kernel_regularizer="l2")(model.output)
+    )
+
+
+def two_taggers() -> keras.Model:
+    """Two masked outputs, and one for each example whose loss hardly counts."""
+    model = two_tasks()
+    other = keras.layers.Dense(5, kernel_initializer=seeded(4), name="other")(model.layers[1].output)
+    return keras.Model(model.inputs, {**model.output, "other": other})
+
+
+@pytest.mark.parametrize("build", [penalised, two_taggers])
+def test_steps_of_two_workers_alone_are_one_of_both_together(build):
+    """Local steps weight workers by the positions of the main losses, in which these two differ most."""
+    x, y = tokens(), classes(4, 6)
+    order = np.argsort((x > 0).sum(axis=1))
+    x, y, loss, factors = x[order], y[order], sparse(), None
+    if build is two_taggers:
+        y = {"tag": y, "other": classes(5, 6), "kind": classes(3)}
+        loss, factors = dict.fromkeys(y, sparse()), {"tag": 1.0, "other": 1.0, "kind": 1e-6}
+    goal, half = Goal(loss, loss_weights=factors), EXAMPLES // 2
+    together = Training(build, goal, (x, y))
+    together.train(EXAMPLES)
+    few = keras.tree.map_structure(lambda part: part[:half], (x, y))
+    many = keras.tree.map_structure(lambda part: part[half:], (x, y))
+    workers = [Training(build, goal, data) for data in (few, many)]
+    for worker in workers:
+        worker.train(half)
+    counts = [worker.loss_count for worker in workers]
+    assert sum(counts) == pytest.approx(together.loss_count)
+    assert counts[1] > 2 * counts[0]
+    for expected, *own in zip(together.weights(), *(worker.weights() for worker in workers), strict=True):
+        np.testing.assert_allclose(np.average(own, axis=0, weights=counts), expected, rtol=2e-5, atol=2e-6)

@@ -37,12 +37,14 @@ class Sidecar:
         Seed states, counters and frozen weights are the same on every replica anyway.
       denominator: Index of the scalar by which loss and gradients are divided: the count, or a sum among the metrics if
         a mask or weights determine the average.
+      loss_count: Index of the scalar by which local steps weight workers, see `Totals.loss_count`.
     """
 
     metric_shapes: tuple[tuple[int, ...], ...]
     state_shapes: tuple[tuple[int, ...], ...]
     averaged: tuple[bool, ...]
     denominator: int = COUNT
+    loss_count: int = COUNT
 
     @classmethod
     def of(
@@ -53,6 +55,7 @@ class Sidecar:
         frozen: Sequence[keras.Variable] = (),
         *,
         own_denominator: bool = False,
+        loss_count: int | None = None,
     ) -> Sidecar:
         """The layout for a model and its metrics; a single replica has nothing to average.
 
@@ -62,6 +65,7 @@ class Sidecar:
           replicas: Replicas of all workers.
           frozen: The variables of `state` that are frozen weights.
           own_denominator: Whether the loss is divided by the second metric variable, a scalar, see `Totals`.
+          loss_count: See `Totals`.
         """
         kept = {id(variable) for variable in frozen}
         return cls(
@@ -75,6 +79,7 @@ class Sidecar:
                 for variable in state
             ),
             denominator=METRICS + 1 if own_denominator else COUNT,
+            loss_count=COUNT if loss_count is None else METRICS + loss_count,
         )
 
     @classmethod
@@ -86,6 +91,7 @@ class Sidecar:
             replicas,
             frozen=frozen_weights(core.model),
             own_denominator=core.objective.totals.own_denominator,
+            loss_count=core.objective.totals.loss_count,
         )
 
     @property

@@ -42,7 +42,7 @@ class StepsResult(NamedTuple):
       finite: Bool `[n]`: whether the step was applied: all replicas were finite, and there were examples.
       durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if the step is not timed.
       metrics: Metric state summed over the steps.
-      divisors: Float32 `[n]`: the divisor of each step's loss: its examples, or positions.
+      loss_counts: Float32 `[n]`: the examples, or positions, over which the main term of each step's loss is averaged.
       norms: Norms at the last step.
       learning_rate: Float32 scalar: of the last step.
       loss_scale: The loss scale after the last step.
@@ -53,7 +53,7 @@ class StepsResult(NamedTuple):
     finite: tf.Tensor
     durations: tf.Tensor
     metrics: Tensors
-    divisors: tf.Tensor
+    loss_counts: tf.Tensor
     norms: Norms
     learning_rate: tf.Tensor
     loss_scale: LossScale
@@ -212,7 +212,7 @@ def _result(
         finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0) & (count > 0.0),
         durations=timings.durations(began, state.stamps.stack()),
         metrics=step.sidecar.metrics(sums),
-        divisors=sums[:, step.sidecar.denominator],
+        loss_counts=sums[:, step.sidecar.loss_count],
         norms=Norms(gradient_norm[-1], parameter_norm, update_norm),
         learning_rate=learning_rate,
         loss_scale=state.loss_scale,

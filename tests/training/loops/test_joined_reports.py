@@ -26,7 +26,7 @@ def test_losses_are_means_over_what_was_applied():
         np.array([True, False, True, False]),
         [np.array([[1.0, 2.0]])],
     )
-    # Of the other: number, losses, counts, divisors, applied, metric sums.
+    # Of the other: number, losses, counts, loss counts, applied, metric sums.
     other = [7.0, *(5.0, 3.0, 9.0, np.nan), *(2.0, 8.0, 0.0, 0.0), *(2.0, 8.0, 0.0, 0.0), *(1, 1, 0, 0), *(10.0, 20.0)]
     joined, rows, weights = joined_reports(own, own.counts, np.array([3.0]), Gathers(np.array(other)))
     np.testing.assert_array_equal(weights, [6.0 + 5.0, 2.0 + 8.0])

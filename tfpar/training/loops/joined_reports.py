@@ -9,7 +9,7 @@ import numpy as np
 
 
 def joined_reports(
-    own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement, together: int = 1
+    own: Interval, loss_counts: np.ndarray, row: np.ndarray, agreement: WorkerAgreement, together: int = 1
 ) -> tuple[Interval, np.ndarray, np.ndarray]:
     """The steps of all workers as one interval, the same on each worker; takes one gather of a few numbers per step.
 
@@ -18,17 +18,17 @@ def joined_reports(
 
     Args:
       own: This worker's report of n steps.
-      divisors: Float32 `[n]`: the divisor of each loss.
+      loss_counts: Float32 `[n]`: see `StepsResult`.
       row: Float64 `[k]`: other numbers of this worker.
       agreement: The agreement between the workers.
       together: Number of consecutive workers that train together, and report the same; they count as one.
 
     Returns:
       The interval; the rows of all workers, `[workers, k]`; and for each worker, or group of workers that train
-      together, the sum of the divisors of the steps that it has applied.
+      together, the sum of the loss counts of the steps that it has applied.
     """
     steps, sizes = len(own.losses), [part.size for part in own.metric_sums]
-    parts = [row, own.losses, own.counts, divisors, own.applied, *(part.ravel() for part in own.metric_sums)]
+    parts = [row, own.losses, own.counts, loss_counts, own.applied, *(part.ravel() for part in own.metric_sums)]
     table = np.stack(agreement.gather_arrays(np.concatenate([np.asarray(part, np.float64) for part in parts])))
     ends = np.cumsum([len(row), steps, steps, steps, steps, *sizes])[:-1]
     rows, *reports = np.split(table, ends, axis=1)

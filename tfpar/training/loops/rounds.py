@@ -84,11 +84,11 @@ class LoopRounds:
         return joined, rows
 
     def join(
-        self, own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
+        self, own: Interval, loss_counts: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
     ) -> tuple[Interval, np.ndarray]:
         """Counts this worker's steps, and joins the reports of all workers; see `joined_reports`."""
         self._began_waiting = time.perf_counter()
-        joined, rows, weights = joined_reports(own, divisors, row, agreement, self._rounds.parts.workers)
+        joined, rows, weights = joined_reports(own, loss_counts, row, agreement, self._rounds.parts.workers)
         self._rounds.note(len(own.losses), weights)
         if self._rounds.pace:
             self._rounds.pace.note_steps(len(own.losses), float(rows[:, 0].mean()))

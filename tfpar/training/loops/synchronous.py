@@ -130,7 +130,7 @@ class SynchronousLoop:
             steps = len(done.losses)
             durations = np.repeat(durations.sum(axis=0, keepdims=True) / steps, steps, axis=0)
         elif self._rounds:
-            done, reports = self._rounds.join(own.done, own.divisors, report, agreement)
+            done, reports = self._rounds.join(own.done, own.loss_counts, report, agreement)
         else:
             done, reports = own.done, np.stack(agreement.gather_arrays(report))
         seconds_of, asked, worker_seconds, answers = reports.T

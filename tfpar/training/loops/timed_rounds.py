@@ -24,13 +24,13 @@ class OwnSteps:
 
     Attributes:
       done: The steps.
-      divisors: Float32 `[n]`: the divisor of each loss.
+      loss_counts: Float32 `[n]`: see `StepsResult`.
       durations: Float64 `[n, 6]`, seconds, see `timings.COLUMNS`.
       last: The report of the last call.
     """
 
     done: Interval
-    divisors: np.ndarray
+    loss_counts: np.ndarray
     durations: np.ndarray
     last: StepsResult
 
@@ -38,15 +38,15 @@ class OwnSteps:
     def of(cls, calls: Sequence[Call]) -> OwnSteps:
         """The steps of some calls, one after the other."""
         results = [result for result, _ in calls]
-        losses, counts, finite, divisors = (
+        losses, counts, finite, loss_counts = (
             np.concatenate([getattr(result, name).numpy() for result in results])
-            for name in ("loss", "count", "finite", "divisors")
+            for name in ("loss", "count", "finite", "loss_counts")
         )
         metrics = [
             sum(part.numpy() for part in parts) for parts in zip(*(each.metrics for each in results), strict=True)
         ]
         durations = np.concatenate([durations for _, durations in calls])
-        return cls(Interval(losses, counts, finite, metrics), divisors, durations, results[-1])
+        return cls(Interval(losses, counts, finite, metrics), loss_counts, durations, results[-1])
 
 
 def run_for(seconds: float, most: int, call: Callable[[int, int], Call]) -> list[Call]:
@@ -86,12 +86,12 @@ def joined_steps(
       agreement: The agreement between the workers.
 
     Returns:
-      The interval; the rows of all workers, `[workers, k]`; and for each worker the sum of the divisors of the steps
+      The interval; the rows of all workers, `[workers, k]`; and for each worker the sum of the loss counts of the steps
       that it has applied, `[workers]`.
     """
     done, applied = own.done, own.done.applied
-    weight = float(np.sum(own.divisors[applied], dtype=np.float64))
-    loss = float(np.sum(own.divisors[applied] * done.losses[applied], dtype=np.float64))
+    weight = float(np.sum(own.loss_counts[applied], dtype=np.float64))
+    loss = float(np.sum(own.loss_counts[applied] * done.losses[applied], dtype=np.float64))
     left_out = float(np.sum(~applied & (done.counts > 0)))
     sums = [len(done.losses), loss, weight, float(done.counts[applied].sum()), left_out]
     sizes = [part.size for part in done.metric_sums]

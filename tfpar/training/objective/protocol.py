@@ -56,6 +56,8 @@ class Totals:
       own_denominator: Whether the loss is divided by the denominator of its only term instead of by the count.
       needs_scales: Whether several denominators must be summed over all replicas before the gradient is taken, because
         a sum of gradients cannot be divided by several numbers afterwards. The objective then takes `scales`.
+      loss_count: Index, among the sums of `variables`, of the scalar by which local steps weight workers: the
+        denominator of the main loss term. None for the number of examples.
       metrics: The metrics by the names that they are reported under.
       takes_count: Bool for each term: whether its scale is the count itself, because its loss has no divisor.
       batch_losses: `loss` and the losses of single outputs by name from the sums of one batch, if some loss is not a
@@ -68,6 +70,7 @@ class Totals:
     evaluation: Callable[[Any, Any, Sequence[Any]], dict[str, Any]] = _mean_loss
     own_denominator: bool = False
     needs_scales: bool = False
+    loss_count: int | None = None
     takes_count: tuple[bool, ...] = ()
     metrics: Mapping[str, keras.metrics.Metric] = dataclasses.field(default_factory=dict)
     batch_losses: Callable[[Any, Any, Sequence[Any]], dict[str, Any]] | None = None

@@ -159,6 +159,8 @@ class SupervisedObjective:
             loss += count * tf.add_n([tf.cast(tf.reduce_sum(value), tf.float32) for value in extra])
         metrics = [part for pair in zip(numerators, denominators, strict=True) for part in pair]
         metrics = metrics[: 2 * bound.totals.terms]
+        if bound.totals.needs_scales:
+            metrics.append(terms[_main_term(bound.losses)].denominator)
         for metric in bound.metrics:
             sums = metric.sums(labels[metric.y], flat[metric.outputs], weights[metric.y], weight)
             metrics += [tf.cast(value, tf.float32) for value in sums]
@@ -190,13 +192,16 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
     needs_scales = own and (several or adds_losses or any(is_sum))
     means = [keras.metrics.Mean(name=f"{term.name}_loss") for term in losses.terms[:terms]]
     by_name = {term.name: term.metric for term in metrics}
+    # With scales, the sums of each term have the count in place of its denominator.
+    loss_counts = [keras.metrics.Sum(name="loss_count")] if needs_scales else []
+    sums = 2 * terms + len(loss_counts)
 
     def by_term(values: Sequence[float]) -> dict[str, Any]:
         return {mean.name: value for mean, value in zip(means, values, strict=True)} if several else {}
 
     def results(state: Sequence[Any]) -> dict[str, Any]:
         values = [_quotient(*state[2 * index : 2 * index + 2]) for index in range(terms)]
-        return by_term(values) | additive_metrics.results(by_name, state[2 * terms :])
+        return by_term(values) | additive_metrics.results(by_name, state[sums:])
 
     def evaluated_losses(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
         pairs = zip(state[0 : 2 * terms : 2], state[1 : 2 * terms : 2], is_sum, strict=False)
@@ -209,19 +214,30 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
         return {"loss": total, **by_term(values)}
 
     def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
-        return evaluated_losses(loss, count, state) | additive_metrics.results(by_name, state[2 * terms :])
+        return evaluated_losses(loss, count, state) | additive_metrics.results(by_name, state[sums:])
 
     return Totals(
         metrics=by_name,
-        variables=additive_metrics.variables([*means, *by_name.values()]),
+        variables=additive_metrics.variables([*means, *loss_counts, *by_name.values()]),
         terms=terms,
         results=results,
         evaluation=evaluation,
         own_denominator=own and not needs_scales,
         needs_scales=needs_scales,
+        loss_count=sums - 1 if own else None,
         takes_count=is_sum,
         batch_losses=evaluated_losses if own else None,
     )
+
+
+def _main_term(losses: Losses) -> int:
+    """The index of the term with the largest factor; of equal ones, the first that is not a mean over examples.
+
+    Workers that train by themselves have one share each, which is exact for one denominator only. Penalties of weights
+    do not matter here: they are the same on every worker, so any shares are exact for them.
+    """
+    factors = [1.0 if term.weight is None else abs(term.weight) for term in losses.terms]
+    return max(range(len(factors)), key=lambda index: (factors[index], losses.own_denominator[index]))
 
 
 def _quotient(total: Any, count: Any) -> float:
