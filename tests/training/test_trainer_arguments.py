@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import tfpar
-from tests.training.trainers import BATCH, EXAMPLES, source, trainer_of
-from tfpar.config import ConfigError, ExperimentConfig
+from tests.training.trainers import BATCH, EXAMPLES, SPARSE, model, source, trainer_of
+from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
+from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
+from tfpar.training.start import check_runtime, with_plan
 
 import pytest
 
@@ -77,6 +80,32 @@ def test_the_runtime_by_its_old_name():
     runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
     with pytest.warns(DeprecationWarning, match=r"Trainer\(layout=...\) is deprecated; use runtime="):
         assert trainer_of(layout=runtime).runtime is runtime
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": "model:2"}, "--mesh=model:2 does not agree .*, which runs with --mesh=data:2"),
+        ({"mesh": "auto"}, "--mesh=auto .* --mesh=data:2, and a plan is made before the strategy starts"),
+        ({"devices": 3}, "--devices=3 .* --devices=2"),
+        ({"strategy": "one_device"}, "--strategy=one_device .* --strategy=mirrored. Give the same options"),
+    ],
+)
+@pytest.mark.parametrize("given", ["config", "options"])
+def test_options_that_contradict_the_runtime_are_refused(options, message, given):
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy="mirrored", devices=2)))
+    if given == "config":
+        options = {"config": ExperimentConfig.from_flat_dict(options)}
+    with pytest.raises(ConfigError, match=message):
+        tfpar.Trainer(model, loss=SPARSE, runtime=runtime, **options)
+
+
+def test_options_that_the_runtime_resolves_agree_with_it():
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy="mirrored", devices=2, mesh="model:2")))
+    for asked in ({}, {"mesh": "data:1,model:2"}, {"strategy": "auto", "mesh": "data:1", "transport": "gloo"}):
+        check_runtime(ExperimentConfig.from_flat_dict(asked), runtime.topology)
+    planned = dataclasses.replace(runtime, options={"mesh": "model:2"})
+    check_runtime(with_plan(ExperimentConfig.from_flat_dict({"mesh": "auto"}), planned.options), planned.topology)
 
 
 def test_a_data_set_without_examples_is_refused():

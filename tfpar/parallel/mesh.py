@@ -50,6 +50,12 @@ class Mesh:
         """Number of devices of one replica."""
         return self.pipeline * self.model
 
+    @property
+    def text(self) -> str:
+        """The mesh as a value of `--mesh`."""
+        sizes = dataclasses.asdict(self).items()
+        return ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1 or axis == "data")
+
 
 def parse_sizes(text: str) -> dict[str, int]:
     """Returns the sizes that `--mesh` gives, by axis.

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar import inputs, precision
-from tfpar.config import ExperimentConfig
+from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.mesh import AUTO, parse_mesh
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
 from tfpar.process.heap import keep_freed_memory, share_heaps
@@ -130,6 +131,53 @@ def with_plan(config: ExperimentConfig, options: Mapping[str, Any]) -> Experimen
     if not options or not auto.is_auto(config):
         return config
     return ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **options})
+
+
+def check_runtime(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses options that contradict a running strategy, which would be ignored.
+
+    An option that has its default is not compared: the running strategy decides.
+
+    Args:
+      config: The experiment, after `with_plan`.
+      topology: The topology of the running strategy.
+
+    Raises:
+      ConfigError: The first such option, with both values.
+    """
+    for name, running in _decided_options(topology).items():
+        asked = getattr(config.strategy, name)
+        if asked in (running, getattr(StrategyConfig(), name)):
+            continue
+        if name == "mesh" and running and _is_mesh(asked, topology):
+            continue
+        reason = ", and a plan is made before the strategy starts" if asked == AUTO else ""
+        raise ConfigError(
+            f"--{name}={asked} does not agree with the given runtime, which runs with "
+            f"{f'--{name}={running}' if running else f'no --{name}'}{reason}. Give the same options to "
+            f"tfpar.initialize and to the Trainer, or leave --{name} or the runtime out."
+        )
+
+
+def _decided_options(topology: Topology) -> dict[str, Any]:
+    """The options that a running strategy has decided, by name, without those that it does not use."""
+    decided: dict[str, Any] = {"strategy": topology.name}
+    if topology.name == "tpu":
+        return decided | {"mesh": "", "tpu": topology.tpu}
+    decided |= {"devices": topology.local_devices, "mesh": topology.mesh.text if topology.synchronous else ""}
+    if topology.cluster is not None and topology.name in ("multi_worker", "parameter_server"):
+        decided |= {"peer_timeout": topology.peer_timeout, "start_timeout": topology.start_timeout}
+        if topology.synchronous and topology.workers > 1:
+            decided["transport"] = topology.transport
+    return decided
+
+
+def _is_mesh(text: str, topology: Topology) -> bool:
+    """Whether a value of `--mesh` describes the mesh of a topology; there are several values for the same mesh."""
+    try:
+        return parse_mesh(text, workers=topology.workers, devices=topology.local_devices) == topology.mesh
+    except ConfigError:
+        return False
 
 
 def _validate(

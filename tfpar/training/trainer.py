@@ -30,7 +30,7 @@ from tfpar.training.objective import Goal, Objective, OwnGoal
 from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate, with_own_accumulation
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
-from tfpar.training.start import initialize, with_plan
+from tfpar.training.start import check_runtime, initialize, with_plan
 from tfpar.training.validate import validate_data, validate_model, validate_saved_run
 
 import keras
@@ -72,7 +72,8 @@ class Trainer:
       metrics: Keras metrics whose state is a sum, names, or functions: a list, or one for each output as for `loss`.
         `"accuracy"` is the accuracy that fits the loss, otherwise the labels and outputs.
       config: The whole configuration; `options` override single fields of it.
-      runtime: From `tfpar.initialize(config)`; by default the trainer starts one.
+      runtime: From `tfpar.initialize(config)`; by default the trainer starts one. Options such as `strategy`, `devices`
+        and `mesh` must agree with it, or be left out.
       loss_weights: A factor for each loss, in the structure of `loss`.
       weighted_metrics: Metrics in which sample weights count.
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default the
@@ -124,6 +125,7 @@ class Trainer:
         aim = goal if objective is None else OwnGoal.instead_of(goal, objective)
         if runtime is not None:
             config = with_plan(config, runtime.options)
+            check_runtime(config, runtime.topology)
             validate_saved_run(config)
         policy = keras.config.dtype_policy()
         try:

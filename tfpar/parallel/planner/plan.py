@@ -30,8 +30,7 @@ class Plan:
     @property
     def mesh_text(self) -> str:
         """The mesh as a value of `--mesh`."""
-        sizes = dataclasses.asdict(self.mesh).items()
-        return ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1 or axis == "data")
+        return self.mesh.text
 
     @property
     def way(self) -> str:
