@@ -14,6 +14,7 @@ from tfpar.guards.batches import PushOrder
 from tfpar.guards.non_finite import BadStepsError, NonFiniteStreak
 from tfpar.inputs.source import SourceInfo
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -82,6 +83,28 @@ def test_a_run_that_diverges_on_good_data_is_told_likely_causes(tmp_path):
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
     assert [entry["step"] for entry in listed["steps"]] == list(range(first, first + 4))
     assert listed["unusable"] == []
+
+
+class Dividing(keras.optimizers.SGD):
+    """Divides gradients by their sizes without an epsilon: those of units that are off become NaN."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient / tf.abs(gradient), variable, learning_rate)
+
+
+@pytest.mark.parametrize("limit", [3, 0])
+def test_weights_that_a_step_has_made_nan_are_named(caplog, limit):
+    trainer = trainer_of(optimizer=Dividing(0.1), max_bad_steps=limit)
+    named = r"The cause is in the weights: since the update of step 1 at the latest, .* in 'net/dense/kernel'"
+    if limit == 3:
+        with pytest.raises(BadStepsError, match=rf"steps 2 to 4, 3 in a row .* {named}"):
+            trainer.fit(generated(10**6), steps=10)
+        return
+    assert trainer.fit(generated(10**6), steps=4)["train_loss"] is not None  # of the first step
+    assert re.search(rf"the last steps were skipped .* {named}", caplog.text)
+    caplog.clear()
+    trainer.fit(generated(10**6), steps=6)
+    assert re.search("before the first step of this start, .* in 'net/dense/kernel'", caplog.text)
 
 
 def test_fewer_in_a_row_end_nothing():

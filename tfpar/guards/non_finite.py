@@ -2,7 +2,8 @@
 
 All replicas skip a step if loss or gradients are not finite on any of them, or if none of its examples can be used.
 Weights, optimizer and residuals do not change, so a checkpoint from before such steps is as good as a later one, and
-older ones are more valuable: weights that have begun to diverge stay finite for a while.
+older ones are more valuable: weights that have begun to diverge stay finite for a while. Weights that a step has
+made NaN stay so, because no step that reads them is applied.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class NonFiniteStreak:
       is_chief: Whether this process writes.
       before_raise: Every worker calls it before it raises; it returns when all have called it, so that no worker exits
         before the chief has written its list.
+      bad_weights: Returns the paths of the weights that are not finite. All workers call it together.
 
     Attributes:
       streak: The loss of each step left out since the last one that was applied, by number from 0 on; empty where
@@ -60,6 +62,7 @@ class NonFiniteStreak:
         workdir: str = "",
         is_chief: bool = True,
         before_raise: Callable[[], object] = lambda: None,
+        bad_weights: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         self.streak: dict[int, float] = {}
         self.suspends_checkpoints = False
@@ -68,6 +71,8 @@ class NonFiniteStreak:
         self._workdir = workdir
         self._is_chief = is_chief
         self._before_raise = before_raise
+        self._bad_weights = bad_weights
+        self._updated = 0  # the number, from 1 on, of the last step of this start that was applied
 
     def note(self, steps: np.ndarray, applied: np.ndarray, losses: np.ndarray) -> None:
         """Takes note of some steps.
@@ -83,14 +88,35 @@ class NonFiniteStreak:
         if applied.size:
             self.suspends_checkpoints = not applied[-1]
         if not self._limit or (applied.all() and not self.streak):
+            if applied.any():
+                self._updated = int(steps[applied][-1]) + 1
             return
         for step, good, loss in zip(steps.tolist(), applied, losses, strict=True):
             if good:
+                self._updated = step + 1
                 self.streak.clear()
                 continue
             self.streak[step] = float(loss)
             if len(self.streak) == self._limit:
                 self._end()
+
+    def bad_weights(self) -> str:
+        """Names the weights that are not finite, and what to do; empty if all are. All workers call it together."""
+        paths = self._bad_weights()
+        if not paths:
+            return ""
+        more = f" and {len(paths) - _NAMED} others" if len(paths) > _NAMED else ""
+        named = f"{', '.join(map(repr, paths[:_NAMED]))}{more}"
+        if not self._updated:
+            return (
+                "The cause is in the weights: before the first step of this start, there was NaN or infinity in "
+                f"{named}. Begin with others than those of this model, --warm_start or checkpoint."
+            )
+        return (
+            f"The cause is in the weights: since the update of step {self._updated} at the latest, there is NaN or "
+            f"infinity in {named}. No step that reads them can be applied. Begin again from before that step with "
+            "another --optimizer, other --optimizer_args, or a lower --learning_rate."
+        )
 
     def _end(self) -> None:
         batches = {step: _real(self._batches.indices(step, 1)) for step in self.streak}
@@ -104,15 +130,21 @@ class NonFiniteStreak:
         if self._is_chief and self._workdir:
             write_list(self._workdir, source.info, batches, self.streak, found)
         self._before_raise()
-        raise BadStepsError(self._message(batches, found, looked_at_all))
+        raise BadStepsError(self._message(batches, found, looked_at_all, self.bad_weights()))
 
     def _message(
-        self, batches: Mapping[int, np.ndarray], found: Sequence[inputs.BadExample], looked_at_all: bool
+        self,
+        batches: Mapping[int, np.ndarray],
+        found: Sequence[inputs.BadExample],
+        looked_at_all: bool,
+        bad_weights: str,
     ) -> str:
         info = self._batches.source.info
         first, last = min(batches), max(batches)
         where = f" All are listed in {os.path.join(self._workdir, FILE)}." if self._workdir else ""
-        if found:
+        if bad_weights:
+            cause = bad_weights
+        elif found:
             named = "; ".join(bad.describe(info) for bad in found)
             cause = f"The cause is in the data: {named}. Repair or remove such examples."
         elif self._gathered_non_finite():

@@ -168,15 +168,24 @@ def _bytes_text(traffic: Traffic) -> str:
     return text
 
 
-def warn_of_skipped(outcome: RunOutcome, monitor: Monitor) -> None:
-    """Warns that a run, or its end, changed no weight."""
-    if not outcome.skipped_steps or outcome.train_loss is not None:
+def warn_of_skipped(outcome: RunOutcome, monitor: Monitor, bad_weights: str) -> None:
+    """Warns that a run, or its end, changed no weight.
+
+    Args:
+      outcome: The run.
+      monitor: Its monitor.
+      bad_weights: Names the weights that are not finite, see `NonFiniteStreak.bad_weights`; empty if all are.
+    """
+    if not outcome.skipped_steps or (outcome.train_loss is not None and not bad_weights):
         return
+    causes = (
+        "Likely causes: NaN or infinity in the inputs, labels outside the model's outputs, a --learning_rate that is "
+        "too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16."
+    )
     which = f"all {outcome.steps} steps" if outcome.skipped_steps == outcome.steps else "the last steps"
     monitor.message(
         f"{which} were skipped because loss or gradients were not finite: the model has learned nothing from "
-        "them. Likely causes: NaN or infinity in the inputs, labels outside the model's outputs, a --learning_rate "
-        "that is too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16.",
+        f"them. {bad_weights or causes}",
         logging.WARNING,
     )
 

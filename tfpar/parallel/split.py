@@ -298,6 +298,17 @@ def counted_copies(variable: keras.Variable, *, counts_whole: bool) -> Sequence[
     return copies_of(variable) if peers_of(variable) else _parts(variable)
 
 
+def not_finite(variables: Sequence[keras.Variable]) -> list[str]:
+    """Returns the paths of the variables of which this worker's copies or parts have NaN or infinity."""
+
+    def is_finite(copy: Any) -> bool:
+        value = tf.cast(copy, tf.float32) if copy.dtype.size < 4 else copy  # float8 has no such operation
+        return bool(tf.reduce_all(tf.math.is_finite(value)))
+
+    floats = (variable for variable in variables if tf.as_dtype(variable.dtype).is_floating)
+    return [variable.path for variable in floats if not all(map(is_finite, copies_of(variable)))]
+
+
 def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an unbuilt optimizer create its state like the weights: divided in the same way, on the same devices."""
     make = optimizer.add_variable_from_reference

@@ -19,9 +19,11 @@ from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo
 from tfpar.optim import schedules
 from tfpar.optim.plateau import PlateauController
+from tfpar.parallel.split import not_finite
 from tfpar.parallel.topology import Topology
 from tfpar.training.duration import check_profile, in_epochs, total_steps
 from tfpar.training.loops.run_files import RunFiles
+from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.program import Program
 
 
@@ -113,15 +115,27 @@ def prepare(
         agreement=agreement,
         watchdog=_watchdog(config, topology),
         preemption=PreemptionFlag(),
-        non_finite=NonFiniteStreak(
-            batches,
-            limit=config.train.max_bad_steps,
-            workdir=config.checkpoint.workdir,
-            is_chief=topology.is_chief,
-            before_raise=lambda: agreement.all_equal([0]),
-        ),
+        non_finite=_non_finite(program, batches, agreement),
         skipped_examples=skipped_examples,
     )
+
+
+def _non_finite(program: Program, batches: BatchIndex, agreement: WorkerAgreement) -> NonFiniteStreak:
+    return NonFiniteStreak(
+        batches,
+        limit=program.config.train.max_bad_steps,
+        workdir=program.config.checkpoint.workdir,
+        is_chief=program.topology.is_chief,
+        before_raise=lambda: agreement.all_equal([0]),
+        bad_weights=lambda: _bad_weights(program, agreement),
+    )
+
+
+def _bad_weights(program: Program, agreement: WorkerAgreement) -> list[str]:
+    """The paths of the weights that are not finite on some worker; each may have its own parts of the model."""
+    model = program.model
+    found = agreement.gather(not_finite([*model.trainable_variables, *frozen_weights(model)]))
+    return list(dict.fromkeys(path for paths in found for path in paths))
 
 
 def _batches(pipeline: inputs.AnyPipeline, topology: Topology) -> BatchIndex:

@@ -244,7 +244,8 @@ class Run:
             local_steps=context.program.rounds.steps if context.program.rounds else None,
         )
         summary = results.summary(info, outcome, context.monitor, digest)
-        announce.warn_of_skipped(outcome, context.monitor)
+        bad_weights = context.non_finite.bad_weights() if outcome.skipped_steps else ""
+        announce.warn_of_skipped(outcome, context.monitor, bad_weights)
         if state.finished:
             if state.step < state.total:
                 context.monitor.message(f"stopped by {state.stopped_by} at step {state.step} of {state.total}")
