@@ -18,7 +18,7 @@ from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_fl
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import whole_elements
 from tfpar.parallel.topology import Topology
-from tfpar.training.pipeline.graph import steps_of
+from tfpar.training.pipeline.graph import run_steps, steps_of
 from tfpar.training.pipeline.placing import PipelinePlacing
 from tfpar.training.pipeline.stage_program import stages_of
 from tfpar.training.pipeline.step import PipelineCore
@@ -306,6 +306,23 @@ def test_stages_begin_where_one_says():
     assert [each[0] for each in names] == ["first", "norm", "fourth"]
     assert [name for each in names for name in each] == [layer.name for layer in model.layers]
     assert [len(stage.given) for stage in stages] == [1, 1, 1]
+
+
+def test_each_call_of_a_model_has_tensors_of_its_own():
+    """Here one is called within another one, too: what the second call makes must not seem to come from the first."""
+    inputs = keras.Input((4,))
+    inner = keras.Sequential([inputs, keras.layers.Dense(6, "tanh"), keras.layers.Dense(4)])
+    outer = keras.Model(inputs, keras.layers.Dense(4)(inner(inputs)))
+    x = keras.layers.Dense(4)(inputs)
+    x = keras.layers.LayerNormalization()(keras.layers.Add()([x, outer(x)]))
+    model = keras.Model(inputs, keras.layers.Add()([x, inner(x)]))
+    steps = steps_of(model)
+    made = [key for step in steps for key in step.makes]
+    assert len({*made}) == len(made)
+    given = np.ones((2, 4), np.float32)
+    values = {id(model.inputs[0]): given}
+    run_steps(steps, values, lambda operation: operation)
+    np.testing.assert_allclose(values[id(model.outputs[0])], model(given), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.models import graph_cost
@@ -16,8 +17,11 @@ import tensorflow as tf
 
 _TRIED_LENGTHS = (64, 8, 1)
 
-# The values that a step reads and computes, by the identity of the symbolic tensors of the graph.
+# The values that a step reads and computes, by the identity of the symbolic tensors of the graph. Each call of a model
+# inside it has identities of its own, which are negative.
 Values = dict[int, Any]
+# The identities that the symbolic tensors of a graph have in one call of it, by their `id`.
+Keys = Mapping[int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,16 +54,24 @@ def steps_of(graph: Any) -> list[GraphStep]:
     Args:
       graph: From `keras_calls.graph_of`.
     """
-    nodes = keras_calls.graph_nodes(graph)
-    operations = [id(node.operation) for node in nodes]
+    return _steps_of(graph, {key: key for key in _tensors_of(graph)}, itertools.count(-1, -1))
+
+
+def _steps_of(graph: Any, keys: Keys, fresh: Iterator[int]) -> list[GraphStep]:
     steps: list[GraphStep] = []
-    for node in nodes:
-        inner = keras_calls.graph_of(node.operation) if isinstance(node.operation, keras.Model) else None
-        if inner is None or operations.count(id(node.operation)) > 1:
-            steps.append(_call(node))
-        else:  # a model that is called once: its tensors have one value each
-            same = _ids(node.input_tensors) == _ids(inner.inputs)  # where the outer model was created
-            steps += [*([] if same else [_enter(node, inner)]), *steps_of(inner), _leave(node, inner)]
+    for node in keras_calls.graph_nodes(graph):
+        inner = keras_calls.graph_of(node.operation)
+        if inner is None:
+            steps.append(_call(node, keys))
+            continue
+        # The model may be called elsewhere, too, or share tensors with another one, which then have other values.
+        inner_keys = {key: next(fresh) for key in _tensors_of(inner)}
+        same = _ids(node.input_tensors) == _ids(inner.inputs)  # where the outer model was created
+        if same:
+            inner_keys |= {key: keys[key] for key in _ids(inner.inputs)}
+        else:
+            steps.append(_enter(node, inner, keys, inner_keys))
+        steps += [*_steps_of(inner, inner_keys, fresh), _leave(node, inner, keys, inner_keys)]
     return steps
 
 
@@ -88,29 +100,45 @@ def crossing(steps: Sequence[GraphStep], place: int, outputs: Iterable[int], inp
     return [each for each in made if each in read and each not in given]
 
 
-def _call(node: Any) -> GraphStep:
+def _call(node: Any, keys: Keys) -> GraphStep:
     def run(values: Values, operation_fn: Callable[[Any], Any]) -> Sequence[Any]:
-        args, kwargs = node.arguments.fill_in(values)
+        args, kwargs = node.arguments.fill_in(_given(node, keys, values))
         return tf.nest.flatten(operation_fn(node.operation)(*args, **kwargs))
 
     name = getattr(node.operation, "path", "") or node.operation.name
-    return GraphStep(name, node.operation, _ids(node.input_tensors), _ids(node.outputs), run)
+    return GraphStep(name, node.operation, _keys_of(node.input_tensors, keys), _keys_of(node.outputs, keys), run)
 
 
-def _enter(node: Any, inner: Any) -> GraphStep:
+def _enter(node: Any, inner: Any, keys: Keys, inner_keys: Keys) -> GraphStep:
     def run(values: Values, _: Any) -> Sequence[Any]:
-        args, kwargs = node.arguments.fill_in(values)
+        args, kwargs = node.arguments.fill_in(_given(node, keys, values))
         given = args[0] if args else kwargs["inputs"]
         return keras_calls.standard_inputs(inner, given)
 
-    return GraphStep(inner.name, None, _ids(node.input_tensors), _ids(inner.inputs), run)
+    return GraphStep(inner.name, None, _keys_of(node.input_tensors, keys), _keys_of(inner.inputs, inner_keys), run)
 
 
-def _leave(node: Any, inner: Any) -> GraphStep:
+def _leave(node: Any, inner: Any, keys: Keys, inner_keys: Keys) -> GraphStep:
+    reads = _keys_of(inner.outputs, inner_keys)
+
     def run(values: Values, _: Any) -> Sequence[Any]:
-        return [values[id(tensor)] for tensor in inner.outputs]
+        return [values[key] for key in reads]
 
-    return GraphStep(inner.name, None, _ids(inner.outputs), _ids(node.outputs), run)
+    return GraphStep(inner.name, None, reads, _keys_of(node.outputs, keys), run)
+
+
+def _given(node: Any, keys: Keys, values: Values) -> Values:
+    """The values that a node reads, by the `id` of their tensors."""
+    return {key: values[keys[key]] for key in _ids(node.input_tensors)}
+
+
+def _tensors_of(graph: Any) -> tuple[int, ...]:
+    outputs = [tensor for node in keras_calls.graph_nodes(graph) for tensor in node.outputs]
+    return _ids([*graph.inputs, *outputs])
+
+
+def _keys_of(tensors: Iterable[Any], keys: Keys) -> tuple[int, ...]:
+    return tuple(keys[key] for key in _ids(tensors))
 
 
 def _ids(tensors: Iterable[Any]) -> tuple[int, ...]:
