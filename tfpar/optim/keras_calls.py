@@ -77,6 +77,13 @@ def graph_nodes(graph: Any) -> list[Any]:
     return [node for _, nodes in depths for node in nodes if node.operation and not node.is_input]
 
 
+def calls_within(graph: Any) -> list[Any]:
+    """The calls of layers in a functional model and in the models that it calls, once for each call of those."""
+    nodes = graph_nodes(graph)
+    inner = [called for node in nodes if (called := graph_of(node.operation)) is not None]
+    return [*nodes, *(node for called in inner for node in calls_within(called))]
+
+
 def standard_inputs(graph: Any, given: Any) -> list[Any]:
     """The arguments of a functional model as a list, in the order of its inputs."""
     return list(graph._standardize_inputs(given))

@@ -9,12 +9,14 @@ from typing import Any
 from tests.integration.scripts import divided
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.arrays import Part, SavedArrays, index_of, write_arrays
+from tfpar.config import ConfigError
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica import static_replica_id
 from tfpar.parallel.split import assign_whole, move_to_devices, parts_here, whole
 from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.tensor.divided_logits import DividedLogits
+from tfpar.parallel.tensor.layout import find_layout
 from tfpar.training.model.recompute import recompute_activations
 
 import keras
@@ -88,6 +90,15 @@ def read_twice() -> keras.Model:
     return keras.Model(model.inputs, [model.outputs[0], keras.layers.Softmax()(model.outputs[0])])
 
 
+def called_inside() -> keras.Model:
+    """A pair of which a model inside calls the first layer, and a head that this model has in its midst."""
+    inputs = keras.Input((4,))
+    head, first = keras.layers.Dense(4, name="head"), keras.layers.Dense(8, name="first")
+    norm = keras.layers.LayerNormalization()
+    inner = keras.Model(inputs, keras.layers.Dense(4, name="inside")(norm(first(norm(head(inputs))))))
+    return keras.Model(inputs, head(norm(keras.layers.Dense(4, name="second")(first(inner(inputs))))))
+
+
 @pytest.mark.parametrize(
     ("build", "name"),
     [
@@ -98,6 +109,7 @@ def read_twice() -> keras.Model:
         (lambda: dense_head(activation="softmax"), None),
         (lambda: dense_head(activity_regularizer="l2"), None),
         (read_twice, None),
+        (called_inside, None),
     ],
 )
 def test_which_logits_stay_divided(build, name):
@@ -107,6 +119,12 @@ def test_which_logits_stay_divided(build, name):
     assert (id(head) in heads_of(model)) == bool(name)
     recompute_activations(model, head.name)
     assert id(head) not in heads_of(model)
+
+
+def test_a_layer_that_a_model_inside_calls_too_is_no_part_of_a_pair():
+    """That model needs all of its outputs."""
+    with pytest.raises(ConfigError, match="no layer that can be divided"):
+        find_layout(called_inside(), 2)
 
 
 def test_padding_is_cut_off_and_filled():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
@@ -67,7 +67,11 @@ def heads_of(model: keras.Model) -> set[int]:
     There are none if the model overrides `call`, or recomputes activations at its end.
     """
     graph = keras_calls.graph_of(model)
-    if graph is None or keras_calls.runs_graph_otherwise(graph):
+    return set() if graph is None else _heads_of(graph, keras_calls.calls_within(graph))
+
+
+def _heads_of(graph: Any, calls: Sequence[Any]) -> set[int]:
+    if keras_calls.runs_graph_otherwise(graph):
         return set()
     nodes = keras_calls.graph_nodes(graph)
     read = {id(tensor) for node in nodes for tensor in node.input_tensors}
@@ -78,9 +82,14 @@ def heads_of(model: keras.Model) -> set[int]:
             continue
         layer = made[0].operation
         # An embedding table is also called with tokens.
-        uses = [node for node in nodes if node.operation is layer and (not _has_table(layer) or _reverses(node))]
-        if len(uses) == 1 and not keras_calls.is_called_otherwise(layer):
-            heads |= heads_of(layer) if isinstance(layer, keras.Model) else {id(layer)} if _is_linear(layer) else set()
+        uses = [node for node in calls if node.operation is layer and (not _has_table(layer) or _reverses(node))]
+        if len(uses) != 1 or keras_calls.is_called_otherwise(layer):
+            continue
+        if isinstance(layer, keras.Model):
+            inner = keras_calls.graph_of(layer)
+            heads |= set() if inner is None else _heads_of(inner, calls)
+        elif _is_linear(layer):
+            heads.add(id(layer))
     return heads
 
 

@@ -7,6 +7,7 @@ and of chains of Dense layers; embeddings; other Dense layers, and convolutions,
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import re
@@ -302,7 +303,8 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
         for tensor in node.input_tensors:
             readers.setdefault(id(tensor), []).append(number)
     wanted = {id(tensor) for tensor in graph.outputs} if graph is not None else set()
-    uses = [id(node.operation) for node in nodes]
+    calls = [] if graph is None else keras_calls.calls_within(graph)
+    uses = collections.Counter(id(node.operation) for node in calls)
 
     def following(number: int) -> list[int]:
         """Returns the path through elementwise layers to the Dense layer that alone reads this node's output, or []."""
@@ -313,11 +315,10 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
         if isinstance(operation, _ELEMENTWISE) and _elementwise(operation):
             further = following(found[0])
             return [found[0], *further] if further else []
-        return found if type(operation) is keras.layers.Dense and uses.count(id(operation)) == 1 else []
+        return found if type(operation) is keras.layers.Dense and uses[id(operation)] == 1 else []
 
-    dense = [
-        n for n, node in enumerate(nodes) if type(node.operation) is keras.layers.Dense and uses.count(uses[n]) == 1
-    ]
+    called = [node.operation for node in nodes]
+    dense = [n for n, layer in enumerate(called) if type(layer) is keras.layers.Dense and uses[id(layer)] == 1]
     after = {number: following(number) for number in dense}
     ends = {found[-1] for found in after.values() if found}
     chains = []

@@ -96,11 +96,12 @@ def _edges(
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
     wanted = {*whole, *(map(id, graph.outputs) if graph is not None else ())}
     own: dict[int, Any] = {}
+    calls = [] if graph is None else keras_calls.calls_within(graph)
     for block in blocks:
-        calls = [node for node in nodes if node.operation is block]
-        if len(calls) == 1:
-            own[id(block)] = calls[0]
-            _check_positions(block, calls[0].input_tensors[0].shape[1], size)
+        own_calls = [node for node in nodes if node.operation is block]
+        if len(own_calls) == 1 == sum(node.operation is block for node in calls):
+            own[id(block)] = own_calls[0]
+            _check_positions(block, own_calls[0].input_tensors[0].shape[1], size)
 
     def returns_all(block: int) -> bool:
         (output,) = own[block].outputs
