@@ -138,6 +138,26 @@ def grouped_query() -> keras.Model:
     return keras_hub.models.LlamaCausalLM(backbone)
 
 
+def counted_heads() -> keras.Model:
+    """Attention that reads its numbers of heads from attributes, also for its scale, and norms that all heads share."""
+    import keras_hub
+
+    backbone = keras_hub.models.Gemma3Backbone(
+        vocabulary_size=VOCABULARY,
+        image_size=None,
+        num_layers=2,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        hidden_dim=16,
+        intermediate_dim=32,
+        head_dim=8,
+        query_head_dim_normalize=False,
+        use_query_key_norm=True,
+        vision_encoder=None,
+    )
+    return keras_hub.models.Gemma3CausalLM(preprocessor=None, backbone=backbone)
+
+
 def map_of_backbone(mesh: str) -> keras.distribution.LayoutMap:
     """What the backbone of `grouped_query` says of a mesh."""
     import keras_hub
@@ -218,6 +238,7 @@ MODELS = {
     "three_heads": three_heads,
     "gpt2": gpt2,
     "grouped_query": grouped_query,
+    "counted_heads": counted_heads,
     "vit": vit,
     "recurrent": recurrent,
     "resnet": resnet,
@@ -234,7 +255,7 @@ def data(model: str) -> tuple[Any, Any]:
     if model in ("attention", "language_model", "uneven_vocabulary", "large_vocabulary", "three_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
-    if model in ("gpt2", "grouped_query"):
+    if model in ("gpt2", "grouped_query", "counted_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return {"token_ids": tokens[:, :-1], "padding_mask": np.ones_like(tokens[:, 1:])}, tokens[:, 1:]
     if model == "recurrent":

@@ -10,6 +10,7 @@ from typing import Any
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import model_split_of
+from tfpar.parallel.tensor.attention import ATTENDED, with_own_heads
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
 from tfpar.parallel.tensor.ways import (
     COLUMN,
@@ -29,7 +30,6 @@ from keras import ops
 
 # Turns a device's part of the outputs into the layer's result.
 Finish = Callable[[DividedLogits], Any]
-_ATTENDED = ("query", "value", "key", "hidden_states")
 _SHIFT = 0x9E3779B1  # an odd number far from small ones
 
 
@@ -171,17 +171,19 @@ def _positions(
 
 
 def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    del layer
     bound = inspect.signature(plain).bind(*args, **kwargs)
     entered: dict[int, Any] = {}
-    for name in _ATTENDED:
-        given = bound.arguments.get(name)
-        if given is None:
-            continue
-        if id(given) not in entered:  # self-attention: one sum in the backward pass
+
+    def enter(given: Any) -> Any:
+        if given is not None and id(given) not in entered:  # self-attention: one sum in the backward pass
             entered[id(given)] = keras_internals.set_mask(place.enter(given), keras_internals.mask_of(given))
-        bound.arguments[name] = entered[id(given)]
-    return plain(*bound.args, **bound.kwargs)
+        return entered.get(id(given))
+
+    for name in ATTENDED:
+        if name in bound.arguments:  # with cross-attention, T5Gemma's `inputs` are two tensors
+            bound.arguments[name] = keras.tree.map_structure(enter, bound.arguments[name])
+    with with_own_heads(layer, place.size):
+        return plain(*bound.args, **bound.kwargs)
 
 
 def _vocabulary(

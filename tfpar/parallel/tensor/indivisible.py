@@ -38,18 +38,27 @@ class Indivisible:
       layers: The layers that have weights.
       counts: The heads or units of the layers that have them.
       size: Number of devices on the model axis.
+      obstacle: What is in the way at any size, such as weights of a kind that is not known; empty if only numbers are.
     """
 
     layer: keras.layers.Layer
     layers: tuple[keras.layers.Layer, ...]
     counts: tuple[Count, ...]
     size: int
+    obstacle: str = ""
 
     @classmethod
-    def of(cls, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str], size: int) -> Indivisible:
-        """Describes layers of which at least one cannot be divided in its way, see `layout_of`."""
+    def of(
+        cls, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str], size: int, obstacle: str = ""
+    ) -> Indivisible:
+        """Describes layers of which at least one cannot be divided in its way, see `layout_of`; or with an obstacle."""
         counts = [count for layer, way in ways.items() if (count := _count(layer, way))]
-        return cls(owner, tuple(layer for layer in ways if layer.weights), tuple(counts), size)
+        return cls(owner, tuple(layer for layer in ways if layer.weights), tuple(counts), size, obstacle)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the size divides all heads and units, so that something else is in the way."""
+        return bool(self.obstacle) or all(count.number % self.size == 0 for count in self.counts)
 
     @property
     def path(self) -> str:
@@ -59,6 +68,8 @@ class Indivisible:
     @property
     def reason(self) -> str:
         """The heads or units that are not divisible, e.g. "3 heads"; or that the weights cannot be divided at all."""
+        if self.obstacle:
+            return self.obstacle
         wrong = [count for count in self.counts if count.number % self.size]
         if not wrong:
             return "weights that cannot be cut: a constraint, an adapter, or an activation over all outputs"
@@ -81,7 +92,7 @@ class Indivisible:
     @property
     def fitting(self) -> str:
         """A sentence with the sizes that would fit."""
-        if all(count.number % self.size == 0 for count in self.counts):
+        if self.fits:
             return "No size of the model axis divides them."
         if not self.sizes:
             return "No size of the model axis above 1 divides all of them."

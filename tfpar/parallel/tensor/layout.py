@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.tensor.attention import obstacle_of, ways_of_attention
 from tfpar.parallel.tensor.indivisible import Indivisible
 from tfpar.parallel.tensor.ways import (
     COLUMN,
@@ -45,7 +46,6 @@ _FEED_FORWARD = (
     (re.compile(r"feedforward_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
     (re.compile(r"feedforward_output_dense\d*$"), ROW),
 )
-_ATTENTION = ("query", "key", "value", "attention_output")
 
 
 def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> Layouts:
@@ -141,7 +141,7 @@ class Finder:
                 f"{_path(taken[0])!r}, which is part of it. Put this rule first, or leave one of them out."
             )
         if not self._take_all(layer, ways):
-            found = Indivisible.of(layer, ways, self.size)
+            found = self.indivisible[-1]
             raise ConfigError(
                 f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {found.path!r} has {found.reason}, which "
                 f"{self.size} devices cannot divide into equal parts. {found.fitting} "
@@ -171,7 +171,7 @@ class Finder:
 
     def look_at(self, layer: keras.layers.Layer) -> None:
         """Divides this layer if its kind is known."""
-        if ways := _ways_of_attention(layer):
+        if ways := ways_of_attention(layer):
             self._take_all(layer, ways)
         elif own := getattr(layer, "tensor_layout", None):
             self._take_all(layer, own())
@@ -223,8 +223,9 @@ class Finder:
         layouts = {id(layer): (layer, layout_of(layer, way, self.size)) for layer, way in ways.items()}
         if self._asked & layouts.keys():
             return False
-        if any(layout is None for _, layout in layouts.values()):
-            self.indivisible.append(Indivisible.of(owner, ways, self.size))
+        obstacle = obstacle_of(owner) if ways.get(owner) == HEADS else ""
+        if obstacle or any(layout is None for _, layout in layouts.values()):
+            self.indivisible.append(Indivisible.of(owner, ways, self.size, obstacle))
             return False
         self.found |= {key: (layer, layout) for key, (layer, layout) in layouts.items() if layout}
         self.groups.append([*layouts])
@@ -269,23 +270,9 @@ def _path(layer: keras.layers.Layer) -> str:
     return layer.path or layer.name
 
 
-def _ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
-    """Returns the ways of an attention layer's projections, divided by heads; empty if the layer is not attention.
-
-    Keras and keras-hub build attention from projections with these names.
-    """
-    inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
-    children = {child.name: child for child in inner}
-    if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
-        return {}
-    projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
-    masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
-    return {**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked}
-
-
 def _ways_of_heads(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
     """Returns the ways of a layer divided by heads: attention, or a layer that declares its ways; empty for others."""
-    if ways := _ways_of_attention(layer):
+    if ways := ways_of_attention(layer):
         return ways
     own = layer.tensor_layout() if hasattr(layer, "tensor_layout") else {}
     return own if any("x" in way.partition(":")[2] for way in own.values()) else {}

@@ -18,6 +18,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.tensor.attention import weights_of_all_heads
 from tfpar.parallel.tensor.ways import OWN_NUMBERS, POSITIONS, LayerLayout, Layouts, weight_of
 
 import keras
@@ -74,11 +75,12 @@ def has_gradient_in_parts(variable: keras.Variable) -> bool:
     return bool(vars(variable).get(_ATTRIBUTE))
 
 
-def mark_adapters(layouts: Layouts) -> None:
-    """Marks the whole factors of adapters, of whose gradients each device computes a part."""
-    for layer, layout in layouts.values():
-        for name in layout.in_parts:
-            vars(getattr(layer, name))[_ATTRIBUTE] = True
+def mark_gradients_in_parts(layouts: Layouts) -> None:
+    """Marks the whole weights of whose gradients each device computes a part: factors of adapters, and weights that all
+    heads of attention share."""
+    factors = [getattr(layer, name) for layer, layout in layouts.values() for name in layout.in_parts]
+    for variable in (*factors, *weights_of_all_heads(layouts)):
+        vars(variable)[_ATTRIBUTE] = True
 
 
 def _mark_gradients(block: keras.layers.Layer, layouts: Layouts) -> None:

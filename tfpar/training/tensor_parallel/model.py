@@ -15,7 +15,7 @@ from tfpar.parallel.split import whole_elements
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.indivisible import Indivisible
-from tfpar.parallel.tensor.positions import divide_positions, mark_adapters
+from tfpar.parallel.tensor.positions import divide_positions, mark_gradients_in_parts
 from tfpar.parallel.tensor.ways import WAYS, Layouts, weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.core import Core
@@ -56,7 +56,7 @@ def divide_layers(
     splits = {
         id(weight_of(layer, name)): split for layer, layout in layouts.values() for name, split in layout.splits.items()
     }
-    mark_adapters(layouts)
+    mark_gradients_in_parts(layouts)
     blocks = divide_positions(model, layouts, axis.size, whole) if sequence_parallel else 0
     divide_calls(layouts, heads_of(model))
     if announced:
@@ -121,11 +121,9 @@ def _log_undivided(model: keras.Model, indivisible: Sequence[Indivisible], split
         kept = sum(math.prod(weight.shape) for key, weight in weights.items() if key not in splits)
         more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
         _log.warning(
-            "model axis: %s: %s, not a multiple of %d, so %s of the trainable weights (%.0f%%) stay whole on every "
-            "device. %s",
+            "model axis: %s: %s, so %s of the trainable weights (%.0f%%) stay whole on every device. %s",
             ", ".join(each.path for each in group[:_NAMED]) + more,
-            reason,
-            group[0].size,
+            reason if group[0].fits else f"{reason}, not a multiple of {group[0].size}",
             f"{kept:,}",
             100 * kept / max(total, 1),
             fitting,
