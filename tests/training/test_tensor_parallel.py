@@ -20,6 +20,7 @@ from tfpar.parallel.tensor.ways import OWN_NUMBERS
 from tfpar.training.placing.base import build_on_host
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -186,6 +187,14 @@ def test_thirty_steps_of_keras_hub(model, mesh):
     trainer = divided.here("mirrored", mesh, 4 if "data" in mesh else int(mesh[-1]), model=model)
     assert_as_alone(trainer, model)
     assert split_of(trainer.model.get_layer("token_embedding").embeddings)
+
+
+def test_the_router_of_experts_stays_whole():
+    """keras-hub names it as the first layer of a feed-forward pair, but no layer takes a part of its outputs."""
+    sizes = {"vocabulary_size": 16, "num_layers": 1, "hidden_dim": 16, "intermediate_dim": 16}
+    heads = {"num_query_heads": 4, "num_key_value_heads": 2}
+    model = keras_hub.models.MixtralBackbone(**sizes, **heads, num_experts=4, top_k=2)
+    assert not [layer.name for layer, _ in find_layout(model, 2).values() if "feedforward" in layer.name]
 
 
 def test_convolutions_are_divided_by_channels():

@@ -177,10 +177,11 @@ class Finder:
             self._take_all(layer, own())
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
-        else:
-            for expression, way in _FEED_FORWARD:
-                if expression.search(layer.name):
-                    self._take_unasked(layer, way)
+        inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
+        named = [(child, way) for child in inner for pattern, way in _FEED_FORWARD if pattern.search(child.name)]
+        if {way for _, way in named} == {COLUMN, ROW}:  # the router of experts alone has such a name, too
+            for child, way in named:
+                self._take_unasked(child, way)
 
     def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
         """Divides consecutive Dense layers alternately by columns and by rows; the last of an odd number stays whole.
