@@ -317,6 +317,12 @@ def test_a_worker_may_have_nothing_to_train(tmp_path):
 
 
 @pytest.mark.proof
+def test_statistics_that_two_workers_would_change_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match="stages of several workers call the layer of 'shared/moving_mean'"):
+        on_workers(2, tmp_path / "out", {"mesh": "data:1,pipeline:2", "model": "shared_statistics", "steps": 2})
+
+
+@pytest.mark.proof
 def test_a_mask_that_depends_on_weights_of_another_worker_is_refused(tmp_path):
     with pytest.raises(AssertionError, match="at least one of which depends on weights"):
         on_workers(2, tmp_path / "out", {"mesh": "data:1,pipeline:2", "model": "own_mask", "steps": 2})

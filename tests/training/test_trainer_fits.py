@@ -7,6 +7,7 @@ import math
 
 from tests.training.trainers import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -78,3 +79,15 @@ def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
         (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("step 5/5")]
         shown.append(line.split("accuracy")[1].split()[0])
     assert shown[0] == shown[1]
+
+
+def test_replicas_keep_the_same_bits_where_tensorflow_optimizes_their_graph():
+    """The run ends with an error otherwise. Before updates had graphs of their own, this one did."""
+
+    def wide() -> keras.Model:
+        layers = [keras.layers.Dense(2048, "relu"), keras.layers.Dense(32, "relu"), keras.layers.Dense(3)]
+        return keras.Sequential([keras.Input((6,)), *layers])
+
+    options = {"optimizer": "lars", "learning_rate": 0.5, "schedule": "constant", "clip_norm": 0.05}
+    trainer = trainer_of(wide, strategy="mirrored", devices=4, weight_decay=0.1, **options)
+    assert trainer.fit(source(), steps=6)["steps"] == 6

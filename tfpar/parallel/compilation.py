@@ -72,6 +72,16 @@ def compilation_plan(
     )
 
 
-def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    """Returns the function as an XLA program if `compiles`, else unchanged."""
-    return tf.function(function, jit_compile=True, autograph=False) if compiles else function
+def compiled(function: Callable[..., Any], compiles: bool, *, apart: bool = False) -> Callable[..., Any]:
+    """Returns the function as an XLA program if `compiles`, else unchanged.
+
+    Args:
+      function: The function.
+      compiles: Whether XLA compiles it.
+      apart: Whether TensorFlow optimizes it without what is around it, if XLA does not compile it. Of replicas that
+        compute the same in one graph, TensorFlow 2.21 (Grappler) merges what they have in common, and then reorders the
+        products and sums of each in another way: results differ in the last bit.
+    """
+    if compiles:
+        return tf.function(function, jit_compile=True, autograph=False)
+    return tf.function(function, autograph=False, experimental_attributes={"_noinline": True}) if apart else function

@@ -163,10 +163,10 @@ class TrainStep:
         plan = self.plan
         self._contribute = compiled(self._contribution, plan.compiles_gradients)
         self._denominators = compiled(self.core.denominators, plan.compiles_gradients)
-        # A program for each replica, because it refers to the replica's own variables, which it changes in place: new
+        # A function for each replica, because it refers to the replica's own variables, which it changes in place: new
         # values as outputs would need as much memory as weights and optimizer state.
-        count = len(self._local_devices()) if plan.compiles_update else 1
-        self._updates = [compiled(self._apply_update, plan.compiles_update) for _ in range(count)]
+        count = len(self._local_devices())
+        self._updates = [compiled(self._apply_update, plan.compiles_update, apart=count > 1) for _ in range(count)]
         self._whole_step = compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
         squared = norms.squared_in_xla if plan.single_xla_program else None
         self._norm: Callable[[Tensors], tf.Tensor] = functools.partial(norms.l2_norm, squared=squared)

@@ -225,8 +225,18 @@ def shared_layer() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3)(shared(x)))
 
 
+def shared_statistics() -> keras.Model:
+    """Batch statistics on two stages."""
+    x = inputs = keras.Input((12,))
+    shared = keras.layers.BatchNormalization(name="shared")
+    x = shared(keras.layers.Dense(32, "tanh")(x))
+    x = keras.layers.Dense(32, "tanh")(keras.layers.Dense(32, "tanh")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(shared(x)))
+
+
 MODELS = {
     "dense": dense,
+    "shared_statistics": shared_statistics,
     "constrained": constrained,
     "shared_layer": shared_layer,
     "batch_statistics": batch_statistics,

@@ -19,6 +19,7 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
+from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing_elements, steps_of
 from tfpar.training.pipeline.replica_sums import ReplicaSums, check_synchronized
@@ -113,13 +114,24 @@ def _hold_own(
     layer_peers: ReplicaPeers | None,
     splits: Mapping[int, Split],
 ) -> None:
-    """Keeps the variables of this worker's stages, or parts of them, and only the names of the others."""
+    """Keeps the variables of this worker's stages, or parts of them, and only the names of the others.
+
+    Raises:
+      ConfigError: Stages of several workers would change the same statistics.
+    """
+    weights = {id(variable) for variable in (*model.trainable_variables, *frozen_weights(model))}
     for variable in model.variables:
         using = [stage for stage in stages if any(each is variable for each in stage.variables)]
         ranks = sorted({worker.of_stage(stage) for stage in using}) or [0]
         own = [stage.place % worker.places for stage in using if worker.has(stage)]
         if is_seed_state(variable):  # every step derives them again
             ranks = list(range(worker.peers.size))
+        elif len(ranks) > 1 and id(variable) not in weights:
+            raise ConfigError(
+                f"--mesh: stages of several workers call the layer of {variable.path!r}, and each of these workers "
+                "would change its own copy. Cut the model elsewhere with --stages, so that all calls are on one "
+                "worker, or use a pipeline within a worker."
+            )
         held = Held(tuple(variable.shape), tuple(ranks), worker.peers, splits.get(id(variable)), layer_peers)
         hold(variable, held, own[0] if own else 0)
 
