@@ -153,7 +153,8 @@ class TrainConfig(ConfigBase):
         super().__post_init__()
         if self.steps and self.epochs:
             raise ConfigError(
-                f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them."
+                f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them. If the "
+                "other is in a flagfile, --epochs=0 or --steps=0 after it turns it off."
             )
         check_pattern("--trainable", self.trainable, "Write e.g. --trainable=head, or all.")
         self.adapters()
