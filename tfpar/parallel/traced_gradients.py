@@ -57,7 +57,9 @@ def _release() -> None:
         if not isinstance(function, _OfGraph):
             graph = _graph_of(function)
             if graph is not None:
-                setattr(graph, _KEPT, [*getattr(graph, _KEPT, []), function])
+                if not hasattr(graph, _KEPT):
+                    setattr(graph, _KEPT, [])
+                getattr(graph, _KEPT).append(function)
                 entry["type"] = _OfGraph(function)
         elif function.function() is None:
             del registered[name]

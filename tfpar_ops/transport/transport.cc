@@ -76,7 +76,6 @@ using tfpar::EndingApart;
 using tfpar::FindMesh;
 using tfpar::Mesh;
 using tfpar::OpenMesh;
-using tfpar::Outcome;
 
 extern "C" {
 
@@ -143,8 +142,7 @@ void tfpar_transport_close(int64_t number) {
     closing = std::move(found->second);
     all.by_number.erase(found);
   }
-  closing.mesh->Abort(Outcome::kCancelled, "the transport was closed");
-  closing.mesh.reset();
+  closing.mesh.reset();  // which ends all calls
   closing.ended.wait();
 }
 

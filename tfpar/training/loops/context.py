@@ -23,7 +23,7 @@ from tfpar.parallel.split import not_finite
 from tfpar.parallel.topology import Topology
 from tfpar.training.duration import check_profile, in_epochs, total_steps
 from tfpar.training.loops.run_files import RunFiles
-from tfpar.training.model.adapting import frozen_weights
+from tfpar.training.model.adapting import all_weights
 from tfpar.training.program import Program
 
 
@@ -133,8 +133,7 @@ def _non_finite(program: Program, batches: BatchIndex, agreement: WorkerAgreemen
 
 def _bad_weights(program: Program, agreement: WorkerAgreement) -> list[str]:
     """The paths of the weights that are not finite on some worker; each may have its own parts of the model."""
-    model = program.model
-    found = agreement.gather(not_finite([*model.trainable_variables, *frozen_weights(model)]))
+    found = agreement.gather(not_finite(all_weights(program.model)))
     return list(dict.fromkeys(path for paths in found for path in paths))
 
 

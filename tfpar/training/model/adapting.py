@@ -81,6 +81,11 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
+def all_weights(model: keras.Model) -> list[keras.Variable]:
+    """The weights of a model, frozen ones included, without its state."""
+    return [*model.trainable_variables, *frozen_weights(model)]
+
+
 def merge_adapters(model: keras.Model) -> int:
     """Removes the adapters from the layers of a loaded model; returns the number of layers.
 

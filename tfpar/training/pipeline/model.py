@@ -19,7 +19,7 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
-from tfpar.training.model.adapting import frozen_weights
+from tfpar.training.model.adapting import all_weights
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing_elements, steps_of
 from tfpar.training.pipeline.replica_sums import ReplicaSums, check_synchronized
@@ -119,7 +119,7 @@ def _hold_own(
     Raises:
       ConfigError: Stages of several workers would change the same statistics.
     """
-    weights = {id(variable) for variable in (*model.trainable_variables, *frozen_weights(model))}
+    weights = {id(variable) for variable in all_weights(model)}
     for variable in model.variables:
         using = [stage for stage in stages if any(each is variable for each in stage.variables)]
         ranks = sorted({worker.of_stage(stage) for stage in using}) or [0]

@@ -26,7 +26,7 @@ from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.topology import Topology
 from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
 from tfpar.training.core import Core
-from tfpar.training.model.adapting import frozen_weights
+from tfpar.training.model.adapting import all_weights
 from tfpar.training.model.recompute import recompute_layers
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
@@ -133,7 +133,7 @@ class GatheringPlacing(Placing):
           blocks: Layers that may run again in the backward pass, so that their weights are not kept until then.
           announced: Whether to log how much a device keeps.
         """
-        axis, weights = self._replica_axis, [*model.trainable_variables, *frozen_weights(model)]
+        axis, weights = self._replica_axis, all_weights(model)
         splits: dict[int, Split | Shards] = dict(divided)
         for variable in weights:
             if can_be_sharded(variable):
