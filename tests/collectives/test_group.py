@@ -176,9 +176,10 @@ def test_every_dtype_travels_in_every_operation():
     key = itertools.count(1 << 25)
     for dtype in world_group(2).capabilities.dtypes:
         rows = tf.cast([[1, 2], [3, 4]], dtype)
-        instances = [next(key) for _ in range(5)]
+        three = tf.concat([rows, rows[1:]], axis=0)
+        instances = [next(key) for _ in range(6)]
 
-        def run(rank: int, rows=rows, dtype=dtype, instances=instances):
+        def run(rank: int, rows=rows, three=three, dtype=dtype, instances=instances):
             group = new_group(members, members[rank])
             with tf.device(f"CPU:{rank}"):
                 results = [
@@ -186,6 +187,7 @@ def test_every_dtype_travels_in_every_operation():
                     group.all_to_all(rows, instances[1]),
                     group.all_gather(rows[rank : rank + 1], instances[2]),
                     group.reduce_scatter(rows, instances[4]),
+                    group.reduce_scatter(three, instances[5]),
                 ]
                 if rank == 0:
                     group.send(rows, 1, instances[3])
@@ -195,5 +197,6 @@ def test_every_dtype_travels_in_every_operation():
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             first, second = pool.map(run, range(2))
-        assert first == [[[2, 4], [6, 8]], [[1, 2], [1, 2]], [[1, 2], [3, 4]], [[2, 4]]]
-        assert second == [[[2, 4], [6, 8]], [[3, 4], [3, 4]], [[1, 2], [3, 4]], [[6, 8]], [[1, 2], [3, 4]]]
+        assert first == [[[2, 4], [6, 8]], [[1, 2], [1, 2]], [[1, 2], [3, 4]], [[2, 4]], [[2, 4], [6, 8]]]
+        shares = [[[6, 8]], [[6, 8], [0, 0]]]
+        assert second == [[[2, 4], [6, 8]], [[3, 4], [3, 4]], [[1, 2], [3, 4]], *shares, [[1, 2], [3, 4]]]

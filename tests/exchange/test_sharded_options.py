@@ -37,3 +37,6 @@ def test_weights_that_are_gathered_count_on_the_wire():
     assert found.payload_bytes == small.payload_bytes + 3 * 2 * 4000
     assert found.wire_bytes == small.wire_bytes + 3 * 2 * 3000
     assert found.dense_bytes == small.dense_bytes + 2 * 3000
+    counted = GatheredWeights(elements=1000, micro_batches=2, sent=900).added(small, 4)
+    assert (counted.wire_bytes, counted.payload_bytes) == (small.wire_bytes + 900, small.payload_bytes + 1200)
+    assert counted.dense_bytes == found.dense_bytes

@@ -11,6 +11,8 @@ from typing import Any
 import tfpar
 from tests.integration.scripts import sharded
 from tests.integration.test_multi_worker import launch
+from tests.integration.test_tensor_parallel import on_workers as divided_on_workers
+from tests.training.test_tensor_parallel import alone
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.split import split_of, whole
@@ -245,3 +247,12 @@ def test_resumed_by_any_workers(tmp_path):
     on_one_device(steps=24, stop_after=6, workdir=str(tmp_path / "dense"))
     [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "devices": 2, "stop_after": 0, "shard": "weights"})
     assert_close(last, on_one_device(steps=24))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tensorflow", marks=pytest.mark.proof)])
+def test_rows_of_tables_travel_between_workers(transport, tmp_path):
+    """Of a sharded table most of whose rows no example reads; its other use gathers all of it."""
+    options = {"model": "large_vocabulary", "accumulate_steps": 2, "steps": 6}
+    (found,) = divided_on_workers(2, tmp_path / "out", {**options, "shard": "weights", "transport": transport})
+    assert_close(found, alone(**options)[0])

@@ -112,19 +112,20 @@ def test_frozen_kernels_are_sharded_too():
     kernels = [each for each in trainer.model.non_trainable_variables if is_sharded(each)]
     assert {each.path.rpartition("/")[2] for each in kernels} == {"kernel"}
     assert sum(math.prod(each.shape) for each in kernels) == (64 * 24 + 24 * 128 + 128 * 48) / 2
-    assert trainer.program.exchange.gathered.frozen == 64 * 24 + 24 * 128 + 128 * 48
+    gathered = trainer.program.placing.gathered(trainer.model, trainer.program.config)
+    assert gathered.frozen == 64 * 24 + 24 * 128 + 128 * 48
 
 
 def test_nothing_of_frozen_kernels_is_scattered(monkeypatch):
     """Also where their block has adapters that are sharded as well."""
     scattered = []
-    total = Place.sum_of_rows
+    total = Place.share_of_sum
 
     def counted(place, rows):
         scattered.append(math.prod(rows.shape))
         return total(place, rows)
 
-    monkeypatch.setattr(Place, "sum_of_rows", counted)
+    monkeypatch.setattr(Place, "share_of_sum", counted)
     divided.here("mirrored", "", 2, steps=1, model="wide", lora="2:.", shard="weights")
     assert scattered
     assert max(scattered) == 1024 * 2  # a factor; its kernel has 1024 * 12

@@ -68,7 +68,7 @@ def test_the_exchange_lasts_until_all_gradients_have_arrived():
     reduce = steps.step.exchange.reduce_sums
 
     def late(value):
-        time.sleep(0.2)
+        time.sleep(0.3)
         return value
 
     def reduce_sums(*arguments):
@@ -77,7 +77,7 @@ def test_the_exchange_lasts_until_all_gradients_have_arrived():
 
     steps.step.exchange.reduce_sums = reduce_sums
     [[_, _, exchange, *_]] = steps.run(random_steps(1)).durations.numpy()
-    assert exchange >= 0.2
+    assert exchange >= 0.2  # less than it takes, because nothing orders the timestamp and the beginning of the call
 
 
 def test_durations_add_up():

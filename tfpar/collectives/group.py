@@ -94,11 +94,11 @@ class Group(Protocol):
         """
 
     def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
-        """Sum over the members of the rows at this member's place, in the order of their ranks: `[size, ...]` to
-        `[1, ...]`.
+        """Sum over the members, in the order of their ranks, of which this member receives its share of the rows:
+        `[n, ...]` to `[ceil(n / size), ...]`. Zeros fill the shares that exceed the n rows.
 
         Args:
-          rows: Of a type that can be summed.
+          rows: Of a type that can be summed, of any static shape, the same on all members.
           instance: Instance key.
         """
 

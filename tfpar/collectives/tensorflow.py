@@ -134,7 +134,11 @@ class TensorFlowGroup:
 
     def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
         """See `Group.reduce_scatter`. TensorFlow 2.21 has none on CPUs (`CollectiveReduceScatterV2`)."""
-        return tf.add_n(tf.unstack(self.all_to_all(rows, instance)))[tf.newaxis]
+        share = -(-rows.shape[0] // self.size)
+        if missing := self.size * share - rows.shape[0]:
+            rows = tf.pad(rows, [[0, missing], *[[0, 0]] * (rows.shape.rank - 1)])
+        shares = tf.reshape(rows, [self.size, share, *rows.shape[1:]])
+        return tf.add_n(tf.unstack(self.all_to_all(shares, instance)))
 
     def all_gather(self, row: tf.Tensor, instance: int | tf.Tensor) -> tf.Tensor:
         """See `Group.all_gather`."""

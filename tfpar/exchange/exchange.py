@@ -17,7 +17,6 @@ from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, check_saved_devices
 from tfpar.exchange.reducer import (
-    GatheredWeights,
     LocalReducer,
     Reducer,
     ShouldApply,
@@ -67,7 +66,6 @@ class Exchange:
       spec: Algorithm and options, see `tfpar.exchange.spec.parse`. `none` is the dense float32 all-reduce.
 
     Attributes:
-      gathered: Weights that replicas gather within a step, in addition to the exchange; `traffic` counts them.
 
     Raises:
       ConfigError: An unknown spec, with the nearest known ones.
@@ -78,7 +76,7 @@ class Exchange:
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
         self._group: Group = world_group()
-        self._group_given, self.gathered = False, GatheredWeights()
+        self._group_given = False
         self._reducer: Reducer = LocalReducer([])
         self._pending_reducer: Callable[[], Reducer] = lambda: self._reducer
 
@@ -242,7 +240,7 @@ class Exchange:
           replicas: Number of replicas N.
           sidecar_length: Scalars in the sidecar.
         """
-        return self.gathered.added(self._reducer.bytes_per_step(replicas, sidecar_length), replicas)
+        return self._reducer.bytes_per_step(replicas, sidecar_length)
 
     def reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The mean of the gradients over all replicas.

@@ -48,11 +48,14 @@ class GatheredWeights:
       micro_batches: Number of micro-batches of a step. In each, weights are gathered twice and gradients scattered
         once.
       frozen: Number of elements of all frozen weights, which have no gradients.
+      sent: Bytes that each worker sends in a step for this; 0 until the step is traced, when the attributes above
+        estimate it. Of tables, replicas may exchange only the rows that they look up.
     """
 
     elements: int = 0
     micro_batches: int = 1
     frozen: int = 0
+    sent: int = 0
 
     def added(self, traffic: Traffic, replicas: int) -> Traffic:
         """The bytes of one exchange, with these added."""
@@ -60,11 +63,13 @@ class GatheredWeights:
             return traffic
         whole = 4 * self.elements
         payload = self.micro_batches * (3 * whole + 2 * 4 * self.frozen)
+        if self.sent:
+            payload = self.sent * replicas // (replicas - 1)
         return Traffic(
             traffic.codec,
             "gathered weights",
             traffic.payload_bytes + payload,
-            traffic.wire_bytes + (replicas - 1) * payload // replicas,
+            traffic.wire_bytes + (self.sent or (replicas - 1) * payload // replicas),
             traffic.dense_bytes + 2 * (replicas - 1) * whole // replicas,
         )
 

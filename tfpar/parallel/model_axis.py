@@ -149,7 +149,7 @@ class _Unsent:
     def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
         """See `Group`."""
         del instance
-        return rows[:1]
+        return rows[: -(-rows.shape[0] // self.size)]
 
     def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
         """See `Group`."""
@@ -206,12 +206,14 @@ class Place:
         self.sent.append(0 if elements is None else round(times * elements * x.dtype.size))
 
     def all_gather(self, row: tf.Tensor) -> tf.Tensor:
-        """Returns the devices' tensors `[n]` as rows: `[size, n]`. No gradient."""
+        """Returns the devices' tensors `[n, ...]` as rows: `[size, n, ...]`. No gradient."""
+        self._count(row, self.size - 1)
         return self.group.all_gather(row[tf.newaxis], next(self._instance_keys))
 
-    def sum_of_rows(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns the sum of the devices' rows at this device's rank: `[size, n]` to `[n]`. No gradient."""
-        return self.group.reduce_scatter(rows, next(self._instance_keys))[0]
+    def share_of_sum(self, x: tf.Tensor) -> tf.Tensor:
+        """Returns this device's share of the sum of the devices' tensors, see `Group.reduce_scatter`. No gradient."""
+        self._count(x, (self.size - 1) / self.size)
+        return self.group.reduce_scatter(x, next(self._instance_keys))
 
     def swap(self, rows: tf.Tensor) -> tf.Tensor:
         """Sends row k `[size, n]` to device k; returns the rows from all devices, `[size, n]`. No gradient."""

@@ -36,10 +36,13 @@ class ReplicaAxis(Axis):
     Attributes:
       numbers: Numbers of this worker's devices among those of all workers.
       devices_of_replica: Number of devices of a replica.
+      bytes_of_step: Bytes that a device sends to those of other replicas in the passes of a training step; 0 until the
+        step is traced.
     """
 
     def __init__(self, devices: Sequence[str], worker: int, replicas: int, devices_of_replica: int = 1) -> None:
-        self.devices_of_replica = step = devices_of_replica
+        self.devices_of_replica, self.bytes_of_step = devices_of_replica, 0
+        step = devices_of_replica
         self.numbers = range(worker * len(devices), (worker + 1) * len(devices))
 
         def place(number: int, device: str) -> Place:
@@ -67,6 +70,12 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def current_replica_place() -> Place | None:
+    """The device whose program this thread traces, among those with the same place in all replicas; None if no weights
+    are gathered."""
+    return _current.place
 
 
 def is_sharded(variable: keras.Variable) -> bool:
@@ -160,8 +169,11 @@ def _gather(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[Shards])
     @tf.custom_gradient
     def operator(*shards: tf.Tensor) -> Any:
         def scatter(*upstream: Any) -> list[tf.Tensor]:
+            if len(splits) == 1 and splits[0].split.axis == 0:
+                # As it is: this may be the largest tensor of the step, such as the gradient of a table of tokens.
+                return [place.share_of_sum(_dense(upstream[0], splits[0].gathered_shape[0]))]
             columns = [_rows(each, split) for each, split in zip(upstream, splits, strict=True)]
-            flat = tf.split(place.sum_of_rows(tf.concat(columns, axis=1)), sizes)
+            flat = tf.split(place.share_of_sum(tf.concat(columns, axis=1))[0], sizes)
             return [tf.reshape(each, shard.shape) for each, shard in zip(flat, shards, strict=True)]
 
         return _gather_frozen(place, shards, splits), scatter
@@ -179,15 +191,19 @@ def _gather_frozen(place: Place, shards: Sequence[tf.Tensor], splits: Sequence[S
 def _rows(gradient: tf.Tensor | tf.IndexedSlices, shards: Shards) -> tf.Tensor:
     """Returns the shards of a gradient as rows: `[replicas, elements]`."""
     split = shards.split
-    if isinstance(gradient, tf.IndexedSlices) and split.axis == 0:  # with padding, instead of a copy that has it
-        padded = shards.gathered_shape[0] + split.padding
-        return tf.reshape(tf.math.unsorted_segment_sum(gradient.values, gradient.indices, padded), [split.size, -1])
-    value = tf.convert_to_tensor(gradient)
+    value = _dense(gradient, shards.gathered_shape[0])
     if split.padding:
         value = tf.pad(value, [[0, split.padding if axis == split.axis else 0] for axis in range(value.shape.rank)])
     if split.axis:
         value = tf.stack(tf.split(value, split.size, axis=split.axis))
     return tf.reshape(value, [split.size, -1])
+
+
+def _dense(gradient: tf.Tensor | tf.IndexedSlices, rows: int) -> tf.Tensor:
+    """Returns a gradient with this number of rows as a tensor."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+    return tf.convert_to_tensor(gradient)
 
 
 def _joined(rows: tf.Tensor, shards: Shards) -> tf.Tensor:

@@ -375,7 +375,6 @@ class Program:
                 overlap=self._can_overlap_exchange(),
                 **self.placing.exchange_arguments(self.model) | (self.share.exchanged() if self.share else {}),
             )
-            self.exchange.gathered = self.placing.gathered(self.model, self.config)
             self.rounds  # noqa: B018 - all workers make its variables here
 
     def _can_overlap_exchange(self) -> bool:

@@ -48,7 +48,7 @@ using AddFunction = void (*)(void* sum, const void* x, size_t n);
 
 enum class Collective : int32_t {
   kAllReduce = 0,      // in: [bytes]; out: [bytes], the sum in the order of the members
-  kReduceScatter = 1,  // in: [members][bytes]; out: [bytes], the sum of the members' rows of this member's place
+  kReduceScatter = 1,  // in: [in_bytes]; out: [bytes], this member's share of the sum; zeros after the end of `in`
   kAllToAll = 2,       // in: [members][bytes]; out: [members][bytes]
   kAllGather = 3,      // in: [bytes]; out: [members][bytes]
   kBroadcast = 4,      // in and out: [bytes], the root's
@@ -67,6 +67,7 @@ struct Call {
   const void* in = nullptr;  // owned by `done`
   void* out = nullptr;       // may be `in` for an all-reduce or a broadcast
   size_t bytes = 0;
+  size_t in_bytes = 0;       // of a reduce-scatter: up to `bytes` for each member
   size_t element_bytes = 1;  // of the elements that sums add
   AddFunction add = nullptr;
   std::shared_ptr<CodedExchange> coded;

@@ -84,7 +84,8 @@ void RunningCall::Register() {
 uint64_t RunningCall::Slot(int phase) const {
   uint64_t mixed = call_.key;
   for (const uint64_t part : {static_cast<uint64_t>(call_.collective), static_cast<uint64_t>(call_.bytes),
-                              static_cast<uint64_t>(call_.element_bytes), static_cast<uint64_t>(phase)}) {
+                              static_cast<uint64_t>(call_.in_bytes), static_cast<uint64_t>(call_.element_bytes),
+                              static_cast<uint64_t>(phase)}) {
     mixed += part + 0x9e3779b97f4a7c15u;  // splitmix64
     mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
     mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
@@ -248,7 +249,7 @@ void RunningCall::SumSmall() {
 void RunningCall::Sum(bool gather) {
   const int members = size();
   const size_t element = call_.element_bytes;
-  const size_t total = gather ? call_.bytes : call_.bytes * members;
+  const size_t total = gather ? call_.bytes : call_.in_bytes;
   const size_t shard = gather ? (call_.bytes / element + members - 1) / members * element : call_.bytes;
   const size_t chunk = std::max<size_t>(kChunkBytes / element * element, element);
   auto begin = [&](int place) { return std::min(total, shard * place); };
@@ -277,6 +278,7 @@ void RunningCall::Sum(bool gather) {
     peers.push_back(peer);
   }
   Register();
+  if (!gather) std::memset(out(length(call_.place)), 0, shard - length(call_.place));
 
   auto receive_part = [&](Peer& peer, int number) {
     Receive(*peer.parts, 0, number % kWindow * chunk, chunk_bytes(call_.place, number));

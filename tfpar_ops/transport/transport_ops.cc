@@ -52,6 +52,22 @@ absl::Status Rows(InferenceContext* c, int64_t from, int64_t to) {
   return absl::OkStatus();
 }
 
+// The number of rows of a member's share.
+int64_t ShareOf(int64_t rows, int64_t members) { return (rows + members - 1) / members; }
+
+absl::Status Share(InferenceContext* c) {
+  int64_t size;
+  TF_RETURN_IF_ERROR(Members(c, &size));
+  ShapeHandle rows;
+  TF_RETURN_IF_ERROR(c->WithRankAtLeast(c->input(0), 1, &rows));
+  const DimensionHandle dim = c->Dim(rows, 0);
+  ShapeHandle output;
+  TF_RETURN_IF_ERROR(c->ReplaceDim(
+      rows, 0, c->ValueKnown(dim) ? c->MakeDim(ShareOf(c->Value(dim), size)) : c->UnknownDim(), &output));
+  c->set_output(0, output);
+  return absl::OkStatus();
+}
+
 REGISTER_OP("TfparAllReduce")
     .Input("value: T")
     .Input("instance: int32")
@@ -67,8 +83,9 @@ REGISTER_OP("TfparReduceScatter")
     .Output("sum: T")
     .Attr("T: " TFPAR_NUMBERS)
     .TFPAR_GROUP_ATTRS.SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return Rows(c, 0, 1); })
-    .Doc("[members, ...] to [1, ...]: the sum over the members of the row of this member's place.");
+    .SetShapeFn(Share)
+    .Doc("[n, ...] to [n / members, rounded up, ...]: the sum over the members of the rows of this member's share. Shares are "
+         "in the order of the members; zeros fill those that exceed the n rows.");
 
 REGISTER_OP("TfparAllToAll")
     .Input("rows: T")
@@ -199,20 +216,23 @@ class CollectiveKernel : public AsyncOpKernel {
       call.bytes = output->NumElements() * call.element_bytes;
     }
     if (output != nullptr) call.out = output->data();
-    if (kCollective == Collective::kAllToAll || kCollective == Collective::kReduceScatter) {
-      call.bytes /= call.members.size();
+    if (kCollective == Collective::kAllToAll) call.bytes /= call.members.size();
+    if (kCollective == Collective::kReduceScatter) {
+      call.in_bytes = call.bytes;
+      call.bytes = output->NumElements() * call.element_bytes;
     }
     return absl::OkStatus();
   }
 
   static absl::Status AllocateRows(OpKernelContext* ctx, int64_t members, Tensor** output) {
-    const bool gathers = kCollective == Collective::kAllGather;
+    const bool scatters = kCollective == Collective::kReduceScatter;
+    const int64_t rows = kCollective == Collective::kAllGather ? 1 : members;
     TensorShape shape = ctx->input(0).shape();
-    if (shape.dims() < 1 || shape.dim_size(0) != (gathers ? 1 : members)) {
+    if (shape.dims() < 1 || (!scatters && shape.dim_size(0) != rows)) {
       return absl::InvalidArgumentError("the first dimension of the input, " + shape.DebugString() + ", must be " +
-                                        std::to_string(gathers ? 1 : members));
+                                        (scatters ? "there" : std::to_string(rows)));
     }
-    shape.set_dim(0, kCollective == Collective::kReduceScatter ? 1 : members);
+    shape.set_dim(0, scatters ? ShareOf(shape.dim_size(0), members) : members);
     return ctx->allocate_output(0, shape, output);
   }
 

@@ -95,7 +95,9 @@ def main(output: str, cases: str) -> None:
         runtime = trainer.runtime
         arrays = {variable.path: whole(variable) for variable in trainer.model.variables}
         slots = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)  # of the first replica
-        wire = trainer.program.exchange.traffic(runtime.topology.replicas, 0).wire_bytes
+        program, replicas = trainer.program, runtime.topology.replicas
+        gathered = program.placing.gathered(trainer.model, program.config)
+        wire = gathered.added(program.exchange.traffic(replicas, 0), replicas).wire_bytes
         np.savez(os.path.join(output, f"{number}-{worker}.npz"), slots=slots, wire=wire, **arrays)
 
 

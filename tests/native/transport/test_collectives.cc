@@ -52,17 +52,16 @@ TEST(SumsHaveTheSameBitsOnAllMembers) {
           const float* in = turn ? out : inputs.back().data();
           waiting.Start(*meshes[rank], SumCall(Collective::kAllReduce, members, place, key, in, out, size));
           expected.push_back(sum);
-          const size_t rows = size / members.size();
-          inputs.push_back(Random(rows * members.size(), rank * 100 + size % 97 + turn));
-          results.push_back(std::vector<float>(rows));
-          std::vector<float> row(rows);
-          for (size_t i = 0; i < members.size(); ++i) {
-            const std::vector<float> all = Random(rows * members.size(), members[i] * 100 + size % 97 + turn);
-            for (size_t j = 0; j < rows; ++j) row[j] = i ? row[j] + all[place * rows + j] : all[place * rows + j];
-          }
-          waiting.Start(*meshes[rank], SumCall(Collective::kReduceScatter, members, place, key + 1,
-                                               inputs.back().data(), results.back().data(), rows));
-          expected.push_back(row);
+          const size_t share = (size + members.size() - 1) / members.size();
+          inputs.push_back(Random(size, rank * 100 + size % 97 + turn));
+          results.push_back(std::vector<float>(share, 7.f));
+          std::vector<float> own(share);
+          for (size_t j = 0; j < share && place * share + j < size; ++j) own[j] = sum[place * share + j];
+          Call scatter = SumCall(Collective::kReduceScatter, members, place, key + 1, inputs.back().data(),
+                                 results.back().data(), share);
+          scatter.in_bytes = size * sizeof(float);
+          waiting.Start(*meshes[rank], scatter);
+          expected.push_back(own);
         }
       }
       for (const Outcome& outcome : waiting.Wait()) CHECK(outcome.kind == Outcome::kDone, outcome.message);

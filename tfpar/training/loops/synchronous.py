@@ -65,7 +65,9 @@ class SynchronousLoop:
         if self._rounds:
             between = self._rounds.traffic
         else:
-            between = program.exchange.traffic(program.topology.replicas, self._step.sidecar.length)
+            replicas = program.topology.replicas
+            exchanged = program.exchange.traffic(replicas, self._step.sidecar.length)
+            between = program.placing.gathered(program.model, program.config).added(exchanged, replicas)
         return dataclasses.replace(between, model_axis_bytes=program.placing.model_axis_bytes)
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel import weight_shards
+from tfpar.training.model.sharded_lookup import rows_of_lookup
 
 import keras
 import tensorflow as tf
@@ -45,6 +46,9 @@ def _with_gathered_weights(
     outer = keras_calls.innermost_scope()
     assert outer is not None
     values, weights = dict(outer.state_mapping), layer.variables
+    if lookup := rows_of_lookup(layer, args[0], values):
+        table, values[id(table)], numbers = lookup
+        args, weights = (numbers, *args[1:]), [weight for weight in weights if weight is not table]
     values = weight_shards.with_gathered(values, weights, [values[id(weight)] for weight in weights], args)
     with _BlockScope(values, set()) as scope:
         outputs = plain(*args, **kwargs)

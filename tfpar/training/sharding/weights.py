@@ -105,12 +105,14 @@ class GatheringPlacing(Placing):
 
     def gathered(self, model: keras.Model, config: ExperimentConfig) -> GatheredWeights:
         """See `Placing`."""
-        every = self._replica_axis.size * min(self._replica_axis.devices_of_replica, self._replica_axis.programs)
+        axis = self._replica_axis
+        devices = min(axis.devices_of_replica, axis.programs)
         trained, frozen = (
-            every * sum(math.prod(variable.shape) for variable in variables if is_sharded(variable))
+            axis.size * devices * sum(math.prod(variable.shape) for variable in variables if is_sharded(variable))
             for variables in (model.trainable_variables, model.non_trainable_variables)
         )
-        return GatheredWeights(trained, config.train.accumulate_steps, frozen)
+        sent = devices * axis.bytes_of_step
+        return GatheredWeights(trained, config.train.accumulate_steps, frozen, sent)
 
     @property
     def xla_obstacle(self) -> str:

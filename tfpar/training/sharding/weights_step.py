@@ -58,8 +58,12 @@ class GatheringStep(TrainStep):
         return super().sum_over_parts(self._replica_axis.sum_of_worker(value))
 
     def _accumulated(self, *args: Any) -> tuple[LocalSums, Tensors]:
-        with self._replica_axis.on_own_device():
-            return super()._accumulated(*args)
+        """See `TrainStep`; counts what the device sends to the others. Every micro-batch is traced."""
+        with self._replica_axis.on_own_device() as place:
+            before = len(place.sent)
+            sums = super()._accumulated(*args)
+            self._replica_axis.bytes_of_step = sum(place.sent[before:])
+        return sums
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         with self._replica_axis.on_own_device() as place:
