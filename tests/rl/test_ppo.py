@@ -166,6 +166,19 @@ def test_observations_are_scaled_by_what_was_seen_before(model):
     np.testing.assert_allclose(scaled.numpy().std(axis=0), 1.0, rtol=1e-2)
 
 
+def test_a_part_of_a_rollout_counts_as_the_observations_that_it_has(model):
+    """Steps that are skipped collect nothing, as at the beginning of mixed_float16."""
+    statistics = Statistics(model)
+    _, state = weights(model)
+    x = np.random.default_rng(0).normal(10.0, 1.0, [40, 4]).astype(np.float32)
+    state = statistics.collected(list(state), tf.constant(x[:30]), tf.fill([30], 1.0 / 40))
+    state = statistics.taken_over(state, 40)
+    mean, variance, observations = (state[place].numpy() for place in statistics.variables[:3])
+    np.testing.assert_allclose(mean, x[:30].mean(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(variance, x[:30].var(axis=0), rtol=1e-3)
+    assert observations == pytest.approx(30)
+
+
 @pytest.mark.parametrize("actions", [environments.Discrete(3), environments.Continuous((-1.0,) * 2, (1.0,) * 2)])
 def test_distributions(actions):
     policy = build_policy((5,), actions, hidden=(4,))

@@ -66,6 +66,8 @@ class Statistics:
         added = share * observations
         total = count + added
         part = tf.math.divide_no_nan(added, total)
+        # Not all of a rollout may have been collected: steps that are skipped, or that a resumed run gathers again.
+        offset, square = (tf.math.divide_no_nan(each, share) for each in (offset, square))
         spread = tf.maximum(square - offset * offset, 0.0)
         mixed = variance * (1.0 - part) + spread * part + offset * offset * part * (1.0 - part)
         variance = tf.where(added > 0.0, mixed, variance)
