@@ -122,6 +122,20 @@ def test_the_current_network_chooses_and_the_target_network_values(gathered):
     assert algorithm.objective.totals.results(sums.metrics)["error"] == pytest.approx(np.mean(np.abs(error)), rel=1e-4)
 
 
+def test_importance_weights_do_not_change_returns(gathered):
+    algorithm, params, (*_, memory) = gathered
+    x, targets, weight = algorithm.batch(
+        memory._replace(episodes=tf.constant([2.0, 5.0, 18.0])), tf.constant(6, tf.int64), 0
+    )
+    first = tf.nest.map_structure(lambda part: part[0], (x, targets, 0.1 * weight))
+    sums = algorithm.objective(params, [], first, training=True)
+    results = algorithm.objective.totals.results(sums.metrics)
+    assert (results["return"], results["length"]) == (pytest.approx(2.5), pytest.approx(9.0))
+    assert dict(zip(("episodes", "return", "length"), map(float, sums.metrics[-3:]), strict=True)) == pytest.approx(
+        {"episodes": 2.0, "return": 5.0, "length": 18.0}
+    )
+
+
 def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
     """By frequencies and weights of the definition (Schaul et al. 2016, equation 1 and section 3.4)."""
     algorithm, params, (*_, memory) = gathered

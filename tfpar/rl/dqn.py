@@ -354,7 +354,8 @@ class DQNObjective:
         value = tf.reduce_sum(tf.one_hot(targets.action, values.shape[-1]) * values, axis=-1)
         error = tf.abs(self.errors(params, state, values, targets))
         loss = tf.where(error < 1.0, 0.5 * error * error, error - 0.5)
-        episodes = [weight * part for part in tf.unstack(targets.episodes, axis=-1)]
+        # Shares of a count, which the importance weights of transitions do not concern.
+        episodes = tf.unstack(targets.episodes, axis=-1)
         named = {"value": weight * value, "error": weight * error, "count": weight}
         sums = NamedSums(named | dict(zip(("episodes", "return", "length"), episodes, strict=True)))
         return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), list(new_state), sums.in_order(_SUMS))
