@@ -12,6 +12,7 @@ from tfpar.rl.environments import AnyEnvironment, Environment, HostEnvironment
 from tfpar.rl.policy import Distribution
 from tfpar.training.model.call import call_model
 from tfpar.training.program import Program
+from tfpar.training.seeds import run_seed
 
 import numpy as np
 import tensorflow as tf
@@ -69,14 +70,14 @@ class Film:
         environment = self._environment
         assert isinstance(environment, Environment)
         action = self._chosen(params, state, environment.observe(current.state))
-        return vector.step(environment, current, action, tf.constant([self._seed, 0]), tf.range(1), time)
+        return vector.step(environment, current, action, run_seed(self._seed), tf.range(1), time)
 
     def _on_device(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
         """Returns one function per picture, which draws it, and the rewards between pictures."""
         environment = self._environment
         assert isinstance(environment, Environment)
         params, state = self._weights()
-        current = vector.reset(environment, tf.constant([self._seed, 0]), tf.range(1))
+        current = vector.reset(environment, run_seed(self._seed), tf.range(1))
         observed, rewards = [environment.observe(current.state).numpy()[0]], []
         for time in range(environment.max_steps):
             outcome = self._step(params, state, current, tf.constant(time))
