@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from typing import Any
 
 import tfpar
@@ -116,6 +117,14 @@ def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
     (tmp_path / "cut" / "task-02" / "task.json").unlink()
     assert learner(**options).learn() == whole
     assert learner(**options).learn() == whole  # nothing is left to learn
+
+
+def test_the_next_task_begins_with_the_averaged_weights_of_a_learned_one(tmp_path):
+    """As `model.keras` has them, so that an interruption between two tasks changes nothing."""
+    options = {"method": "finetune", "ema": 0.9, "epochs": 2.0, "workdir": str(tmp_path)}
+    whole = learner(**options).learn()
+    shutil.rmtree(tmp_path / "task-02")
+    assert learner(**options).learn() == whole
 
 
 def test_all_tasks_of_a_series_have_one_configuration(tmp_path):

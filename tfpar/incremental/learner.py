@@ -74,7 +74,7 @@ class IncrementalLearner:
         self._room = room_for(train, self._options.replay_examples, self._options.replay_bytes)
         self._report = Report(self.tasks, config, is_chief=runtime.topology.is_chief)
         self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
-        self._earlier: list[np.ndarray] = []  # weights after the last task
+        self._earlier: list[np.ndarray] = []  # weights after the last task, see `weights_of`
         self._digest = ""  # digest of these weights
         self._consolidation = Consolidation([], [])
 
@@ -126,7 +126,7 @@ class IncrementalLearner:
             if logits is not None:  # the metric reads only the class
                 held_out = with_logits(held_out, logits(held_out), self._digest)
             self.matrix[number, place] = trainer.evaluate(held_out)["accuracy"]
-        self._earlier = [np.asarray(each) for each in trainer.program.first_copies(trainer.model.weights)]
+        self._earlier = weights_of(trainer)
         if options.method == "ewc":
             self._consolidate(number)
         digest = str(summary["params_sha256"])
@@ -270,6 +270,16 @@ class IncrementalLearner:
         if self._options.method == "ewc":
             self._consolidation = Consolidation.load(directory / "consolidation.safetensors")
         return str(saved["digest"])
+
+
+def weights_of(trainer: Trainer) -> list[np.ndarray]:
+    """Returns the weights that a task has been evaluated with, and that `model.keras` has: with `--ema` the averages,
+    which a start that skips the task reads."""
+    program, model = trainer.program, trainer.model
+    with program.averages.shown():
+        averaged = dict(zip(map(id, model.trainable_variables), program.eval_weights(), strict=True))
+        weights = [averaged.get(id(weight), weight) for weight in model.weights]
+        return [np.asarray(each) for each in program.first_copies(weights)]
 
 
 def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
