@@ -7,7 +7,7 @@ import dataclasses
 from tfpar.config import ConfigError, IncrementalConfig
 from tfpar.config.sections.incremental import METHODS
 from tfpar.incremental import consolidation, distillation, replay, results, tasks
-from tfpar.inputs import from_arrays
+from tfpar.inputs import from_arrays, locate_bad_example, memory
 
 import keras
 import numpy as np
@@ -97,6 +97,25 @@ def test_parts_and_joined_parts_are_sources():
     np.testing.assert_array_equal(fetched(both, [8, 0, 3, 4, 2])[0], [2, 20, 1, 2, 7])
     np.testing.assert_array_equal(fetched(both, [5, 7])[0], [1, 1])  # of one source alone
     assert len({each.info.fingerprint for each in (source(), part, both)}) == 3
+
+
+def test_a_bad_example_that_is_kept_in_memory_has_its_number_in_a_part():
+    whole = source()
+    x = np.arange(48, dtype=np.float32).reshape([24, 2])
+    x[7] = np.nan
+
+    def read(indices):
+        return tf.gather(tf.constant(x), indices), tf.gather(tf.constant(LABELS), indices)
+
+    info = dataclasses.replace(whole.info, storage="files")
+    stored = dataclasses.replace(whole, info=info, read=read, load=lambda: None, skip=True)
+    kept = memory.keep_in_memory(stored, 12)
+    part = tasks.chosen(kept, np.array([20, 3, 7]), "some")
+    both = tasks.joined(part, tasks.chosen(kept, np.array([7, 2]), "others"), 20, "both")
+    for made, expected in ((part, [2]), (both, [2, *range(3, 43, 2)])):
+        found = locate_bad_example(made, range(made.info.num_examples), limit=100)
+        assert [bad.index for bad in found] == expected
+        assert {bad.reason for bad in found} == {"has NaN or infinity in its input (2 of 2 values)"}
 
 
 @pytest.mark.parametrize("policy", ["balanced", "reservoir"])

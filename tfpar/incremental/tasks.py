@@ -170,6 +170,7 @@ def chosen(source: Source, indices: np.ndarray, name: str) -> Source:
         info=_described(source, f"{source.info.name} ({name})", len(kept), content),
         read=lambda places: source.read(tf.gather(table.tensors()[0], places)),
         usable=usable and (lambda places: usable(tf.gather(table.tensors()[0], places))),
+        origin=source.origin and chosen(source.origin, indices, name),  # with the same numbers of examples
     )
 
 
@@ -212,6 +213,7 @@ def joined(first: Source, second: Source, repeats: int, name: str) -> Source:
         info=_described(first, f"{first.info.name} ({name})", own + repeats * others, content),
         read=read,
         usable=(lambda places: split(places, all_usable)) if first.usable or second.usable else None,
+        origin=joined(first.origin, second.origin, repeats, name) if first.origin and second.origin else None,
     )
 
 
