@@ -8,10 +8,11 @@ import shutil
 from typing import Any
 
 import tfpar
+from tests.incremental.test_tasks import damaged
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.incremental import IncrementalLearner, check
 from tfpar.incremental.learner import carry_over
-from tfpar.inputs import from_arrays
+from tfpar.inputs import BadRecordError, from_arrays
 
 import keras
 import numpy as np
@@ -125,6 +126,15 @@ def test_the_next_task_begins_with_the_averaged_weights_of_a_learned_one(tmp_pat
     whole = learner(**options).learn()
     shutil.rmtree(tmp_path / "task-02")
     assert learner(**options).learn() == whole
+
+
+def test_an_earlier_model_names_or_skips_an_example_that_cannot_be_read():
+    made = learner(method="lwf")
+    made._earlier = build(4).get_weights()
+    logits = made._teacher(1)
+    assert logits(damaged(skip=True)).shape == (24, 4)
+    with pytest.raises(BadRecordError, match="train example 7 cannot be read"):
+        logits(damaged(skip=False))
 
 
 def test_all_tasks_of_a_series_have_one_configuration(tmp_path):

@@ -7,7 +7,7 @@ import dataclasses
 from tfpar.config import ConfigError, IncrementalConfig
 from tfpar.config.sections.incremental import METHODS
 from tfpar.incremental import consolidation, distillation, replay, results, tasks
-from tfpar.inputs import from_arrays, locate_bad_example, memory
+from tfpar.inputs import BadRecordError, from_arrays, locate_bad_example, memory
 
 import keras
 import numpy as np
@@ -99,6 +99,27 @@ def test_parts_and_joined_parts_are_sources():
     assert len({each.info.fingerprint for each in (source(), part, both)}) == 3
 
 
+def damaged(place: int = 7, *, skip: bool):
+    """The source, in files of which one example cannot be read."""
+    whole = source()
+
+    def read(indices):
+        check = tf.debugging.Assert(tf.reduce_all(indices != place), ["the file ends too soon"])
+        with tf.control_dependencies([check] if check is not None else []):
+            return whole.read(tf.identity(indices))
+
+    info = dataclasses.replace(whole.info, storage="files")
+    return dataclasses.replace(whole, info=info, read=read, skip=skip)
+
+
+def test_an_example_that_cannot_be_read_is_named_or_skipped():
+    with pytest.raises(BadRecordError, match=r"train example 7 cannot be read: .*the file ends too soon"):
+        tasks.labels_of(damaged(skip=False))
+    expected = np.where(np.arange(24) == 7, 0, LABELS)
+    np.testing.assert_array_equal(tasks.labels_of(damaged(skip=True)), expected)
+    assert replay.room_for(damaged(0, skip=True), 10, 24) == 2
+
+
 def test_a_bad_example_that_is_kept_in_memory_has_its_number_in_a_part():
     whole = source()
     x = np.arange(48, dtype=np.float32).reshape([24, 2])
@@ -155,6 +176,17 @@ def test_the_fisher_information_is_that_of_logistic_regression():
     variance = odds * (1.0 - odds)
     np.testing.assert_allclose(bias, variance.mean(axis=0), rtol=0.1)
     np.testing.assert_allclose(kernel, np.einsum("nc,nf->fc", variance, x**2) / 24, rtol=0.15)
+
+
+def test_the_fisher_information_leaves_out_skipped_examples():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])
+    of_two, of_three = (
+        consolidation.fisher_information(model, damaged(skip=skip), np.array(indices), seed=5)
+        for skip, indices in ((False, [3, 5]), (True, [3, 5, 7]))
+    )
+    for one, same in zip(of_two, of_three, strict=True):
+        np.testing.assert_allclose(one, same, rtol=1e-6)
 
 
 def test_one_parabola_stands_for_those_of_all_tasks(tmp_path):

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Sequence
 
 from tfpar.checkpoint.arrays import read_arrays, write_arrays
+from tfpar.inputs.bad_records import fetch_with_mask
 from tfpar.inputs.source import Source
 
 import keras
@@ -118,7 +119,11 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
     state = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
 
     def squares(place: tf.Tensor, index: tf.Tensor) -> list[tf.Tensor]:
-        x, _ = source.fetch(index[tf.newaxis])
+        """Returns the squares of an example, and 1; zeros for one that is to be skipped."""
+        if source.skip:
+            x, _, usable = fetch_with_mask(source, index[tf.newaxis])
+        else:
+            (x, _), usable = source.fetch(index[tf.newaxis]), tf.ones([1], tf.bool)
         with tf.GradientTape() as tape:
             tape.watch(weights)
             logits, _ = model.stateless_call(weights, state, x, training=False)
@@ -127,11 +132,12 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
             label = tf.argmax(scores - tf.math.log(-tf.math.log(noise)), axis=-1)  # a draw from p (Gumbel-max)
             loss = tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.cast(logits, tf.float32))
         gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return [tf.cast(tf.convert_to_tensor(each), tf.float32) ** 2 for each in gradients]
+        every = [*(tf.cast(tf.convert_to_tensor(each), tf.float32) ** 2 for each in gradients), tf.ones([])]
+        return [tf.where(usable[0], each, tf.zeros_like(each)) for each in every]
 
     @tf.function(autograph=False)
     def total(every: tf.Tensor) -> list[tf.Tensor]:
-        zeros = [tf.zeros(weight.shape) for weight in weights]
+        zeros = [*(tf.zeros(weight.shape) for weight in weights), tf.zeros([])]
         return tf.while_loop(
             lambda place, _: place < tf.size(every),
             lambda place, sums: (
@@ -142,7 +148,8 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
             parallel_iterations=1,
         )[1]
 
-    return [each.numpy() / len(indices) for each in total(tf.constant(indices, tf.int64))]
+    *sums, count = (each.numpy() for each in total(tf.constant(indices, tf.int64)))
+    return [each / max(count, np.float32(1.0)) for each in sums]
 
 
 def padded(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:

@@ -12,6 +12,7 @@ A program that is started again skips the learned tasks, and resumes the one in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -21,12 +22,14 @@ from tfpar.checkpoint.model_files import load_model
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.guards import bad_examples
 from tfpar.incremental.checks import incremental_of
 from tfpar.incremental.consolidation import Consolidation, fisher_information
 from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_logits, with_logits
 from tfpar.incremental.replay import kept_examples, room_for, with_replay
 from tfpar.incremental.report import Report, write_json
 from tfpar.incremental.tasks import Task, chosen, labels_of, split_tasks, with_classes
+from tfpar.inputs.bad_records import fetch_with_mask
 from tfpar.inputs.source import Source
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.trainer import Trainer
@@ -179,10 +182,13 @@ class IncrementalLearner:
 
         def logits(source: Source) -> np.ndarray:
             count = source.info.num_examples
-            parts = [
-                call(source.fetch(tf.range(start, min(start + _BATCH, count), dtype=tf.int64))[0]).numpy()
-                for start in range(0, count, _BATCH)
-            ]
+            parts = []
+            for start in range(0, count, _BATCH):
+                chunk = range(start, min(start + _BATCH, count))
+                places = tf.range(chunk.start, chunk.stop, dtype=tf.int64)
+                with bad_examples.named(source, functools.partial(np.array, chunk)):
+                    x = fetch_with_mask(source, places)[0] if source.skip else source.fetch(places)[0]
+                parts.append(call(x).numpy())
             return np.concatenate(parts).astype(np.float32)
 
         return logits

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tfpar.config import ConfigError
 from tfpar.incremental.tasks import Task, chosen, joined
+from tfpar.inputs.bad_records import read_with_mask
 from tfpar.inputs.source import Source
 
 import numpy as np
@@ -58,7 +59,8 @@ def room_for(source: Source, examples: int, limit: int) -> int:
     """
     if not limit:
         return examples
-    row = tf.nest.flatten(source.read(tf.zeros([1], tf.int64)))
+    x, y, _ = read_with_mask(source, tf.zeros([1], tf.int64))  # has the size of a usable one even if it is not
+    row = tf.nest.flatten((x, y))
     size = max(sum(part.numpy().nbytes for part in row), 1)
     if limit < size:
         raise ConfigError(

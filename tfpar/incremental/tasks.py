@@ -12,12 +12,11 @@ from typing import Any
 
 from tfpar.config import ConfigError, IncrementalConfig
 from tfpar.inputs import structures
+from tfpar.inputs.memory import read_labels
 from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source
 
 import numpy as np
 import tensorflow as tf
-
-_BATCH = 1024  # examples per batch when reading all labels
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +133,7 @@ def labels_of(source: Source) -> np.ndarray:
     """Returns the classes of all examples, int64 `[n]`.
 
     Raises:
-      ConfigError: Examples have no class, several classes, or sample weights.
+      ConfigError: Examples have no class, several classes, or sample weights; or one cannot be read.
     """
     info = source.info
     one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
@@ -143,14 +142,7 @@ def labels_of(source: Source) -> np.ndarray:
             f"--dataset={info.name}: incremental learning needs examples with one class each. Use a data set for "
             "classification."
         )
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
-    def read(indices: tf.Tensor) -> tf.Tensor:
-        return tf.cast(source.read(indices)[1], tf.int64)
-
-    starts = range(0, info.num_examples, _BATCH)
-    parts = [read(tf.range(start, min(start + _BATCH, info.num_examples), dtype=tf.int64)).numpy() for start in starts]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return read_labels(source)
 
 
 def chosen(source: Source, indices: np.ndarray, name: str) -> Source:

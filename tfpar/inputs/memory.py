@@ -109,6 +109,32 @@ def _read_all(source: Source) -> list[np.ndarray]:
     return arrays
 
 
+def read_labels(source: Source) -> np.ndarray:
+    """Returns the labels of all examples, which are one integer each, without keeping anything else: int64 [n].
+
+    Args:
+      source: The examples. If bad ones are skipped, the label of one that cannot be read is 0.
+
+    Raises:
+      BadRecordError: An example cannot be read, and bad examples are not skipped; the message names it.
+    """
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
+    def read(indices: tf.Tensor) -> tf.Tensor:
+        in_files = source.info.storage == "files"
+        batch = bad_records.read_with_mask(source, indices) if source.skip and in_files else source.read(indices)
+        return tf.cast(batch[1], tf.int64)
+
+    parts, count = [np.zeros(0, np.int64)], source.info.num_examples
+    for start in range(0, count, _READ_AT_ONCE):
+        chunk = range(start, min(start + _READ_AT_ONCE, count))
+        try:
+            parts.append(read(tf.range(chunk.start, chunk.stop, dtype=tf.int64)).numpy())
+        except bad_records.READ_ERRORS as error:
+            raise bad_records.diagnose_read_error(source, chunk, error) from None
+    return np.concatenate(parts)
+
+
 def check_values(source: Source, x: Structure, y: Structure) -> np.ndarray:
     """Checks all examples at once for labels out of range and for values that are not finite.
 

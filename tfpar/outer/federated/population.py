@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig
 from tfpar.inputs import Source, structures
+from tfpar.inputs.memory import read_labels
 from tfpar.inputs.source import CLASSIFICATION
 from tfpar.outer.federated import partition, sampling
 from tfpar.outer.federated.client_update import ClientData
 
 import numpy as np
 import tensorflow as tf
-
-_BATCH = 1024  # examples per batch when reading all labels
 
 
 class RoundShare(NamedTuple):
@@ -252,7 +251,7 @@ def class_labels(source: Source, text: str) -> np.ndarray:
       text: `--partition`, for error messages.
 
     Raises:
-      ConfigError: Examples do not have one class each.
+      ConfigError: Examples do not have one class each, or one cannot be read.
     """
     info = source.info
     one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
@@ -260,14 +259,7 @@ def class_labels(source: Source, text: str) -> np.ndarray:
         raise ConfigError(
             f"--partition={text} needs examples with one class each, which {info.name} has not. Use iid or by_file."
         )
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
-    def read(indices: tf.Tensor) -> tf.Tensor:
-        return tf.cast(source.read(indices)[1], tf.int64)
-
-    starts = range(0, info.num_examples, _BATCH)
-    parts = [read(tf.range(start, min(start + _BATCH, info.num_examples), dtype=tf.int64)).numpy() for start in starts]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return read_labels(source)
 
 
 def bytes_of_round(clients: int, lost: int, *, up: int, down: int) -> tuple[int, int]:
