@@ -178,15 +178,16 @@ def test_the_fisher_information_is_that_of_logistic_regression():
     np.testing.assert_allclose(kernel, np.einsum("nc,nf->fc", variance, x**2) / 24, rtol=0.15)
 
 
-def test_the_fisher_information_leaves_out_skipped_examples():
+def test_the_fisher_information_leaves_out_skipped_examples_and_takes_any_seed():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])
-    of_two, of_three = (
-        consolidation.fisher_information(model, damaged(skip=skip), np.array(indices), seed=5)
-        for skip, indices in ((False, [3, 5]), (True, [3, 5, 7]))
+    of_two, of_three, other = (
+        consolidation.fisher_information(model, damaged(skip=skip), np.array(indices), seed=seed)
+        for skip, indices, seed in ((False, [3, 5], 5), (True, [3, 5, 7], 5), (False, [3, 5], 5_000_000_000))
     )
     for one, same in zip(of_two, of_three, strict=True):
         np.testing.assert_allclose(one, same, rtol=1e-6)
+    assert all(np.isfinite(each).all() for each in other)
 
 
 def test_one_parabola_stands_for_those_of_all_tasks(tmp_path):

@@ -128,7 +128,7 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
             tape.watch(weights)
             logits, _ = model.stateless_call(weights, state, x, training=False)
             scores = tf.cast(tf.stop_gradient(logits), tf.float32)
-            noise = tf.random.stateless_uniform(tf.shape(scores), [seed, place], 1e-6, 1.0 - 1e-6)
+            noise = tf.random.stateless_uniform(tf.shape(scores), [seed & 0x7FFFFFFF, place], 1e-6, 1.0 - 1e-6)
             label = tf.argmax(scores - tf.math.log(-tf.math.log(noise)), axis=-1)  # a draw from p (Gumbel-max)
             loss = tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.cast(logits, tf.float32))
         gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
