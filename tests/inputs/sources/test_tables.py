@@ -141,8 +141,6 @@ def test_several_labels_and_none(files):
 
 def test_missing_entries_are_refused_or_filled(kind, tmp_path):
     rows = pyarrow.table({"a": [1, None, 3], "b": ["x", "y", None], "c": [None, 0.5, 1.5], "y": [0, 1, 0]})
-    # A CSV file cannot tell a missing string from an empty one.
-    rows = rows.drop_columns("b") if kind == "csv" else rows
     write(kind, rows, tmp_path / f"t.{kind}")
     dataset = f"{kind}:{tmp_path}/t.{kind}?label=y"
     with pytest.raises(
@@ -150,14 +148,26 @@ def test_missing_entries_are_refused_or_filled(kind, tmp_path):
         match=r"--dataset=.*: column 'a' has 1 missing entries, the first in row 1. Fill them",
     ):
         build(dataset, validation_fraction=0.0)
-    fill = "fill=a:7,c:-1" + (",b:none" if kind == "parquet" else "")
+    fill = "fill=a:7,c:-1,b:none"
     x, _ = build(f"{dataset}&{fill}", validation_fraction=0.0).fetch(tf.range(3, dtype=tf.int64))
     np.testing.assert_array_equal(x["a"], [1, 7, 3])
     np.testing.assert_array_equal(x["c"], [-1, 0.5, 1.5])
-    if kind == "parquet":
-        np.testing.assert_array_equal(x["b"], [b"x", b"y", b"none"])
+    np.testing.assert_array_equal(x["b"], [b"x", b"y", b"none"])
     with pytest.raises(ConfigError, match="fill=a:many does not fit the type int64 of column 'a'"):
         build(f"{dataset}&fill=a:many,c:1", validation_fraction=0.0)
+
+
+def test_an_empty_string_of_a_csv_file_is_no_class(tmp_path):
+    """It is a missing label; as an input without a fill value it is the empty text."""
+    (tmp_path / "t.csv").write_text("a,city,kind\n1,,flat\n2,Oslo,\n3,Rome,house\n")
+    dataset = f"csv:{tmp_path}/t.csv?label=kind"
+    with pytest.raises(ConfigError, match=r"column 'kind' has 1 missing entries, the first in row 1\. Fill them"):
+        build(dataset, validation_fraction=0.0)
+    source = build(f"{dataset}&fill=kind:none", validation_fraction=0.0)
+    assert source.info.class_names == ("flat", "house", "none")
+    x, y = source.fetch(tf.range(3, dtype=tf.int64))
+    np.testing.assert_array_equal(y, [0, 2, 1])
+    np.testing.assert_array_equal(x["city"], [b"", b"Oslo", b"Rome"])
 
 
 def test_names_with_special_characters(tmp_path):

@@ -79,7 +79,7 @@ def from_table(
         fill=dict(fill or {}),
         categories=dict(categories or {}),
     )
-    rows, files = _read(name, table, delimiter)
+    rows, files = _read(name, table, delimiter, used)
     return _source(name, rows, files, used, split, on_bad_record)
 
 
@@ -112,7 +112,8 @@ def build(kind: str, argument: str, config: InputConfig, split: str) -> Source:
     name = f"{kind}:{argument}"
     pattern, options = _parse(name, argument)
     used = _columns_of(name, options)
-    read = functools.partial(_read_files, f"--dataset={name}", kind=kind, delimiter=options.get("delimiter", ","))
+    delimiter = options.get("delimiter", ",")
+    read = functools.partial(_read_files, f"--dataset={name}", kind=kind, delimiter=delimiter, used=used)
     rows, files = read(_paths(f"--dataset={name}", pattern))
     if "validation" in options:
         other_rows, other_files = read(_paths(f"--dataset={name}", options["validation"]))
@@ -196,7 +197,7 @@ def _checked(what: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def _read(name: str, table: Any, delimiter: str) -> tuple[Any, _Files]:
+def _read(name: str, table: Any, delimiter: str, used: Columns) -> tuple[Any, _Files]:
     """Returns a `pyarrow.Table` and the files it comes from."""
     pyarrow = _pyarrow(name)
     if isinstance(table, pyarrow.Table):
@@ -207,7 +208,7 @@ def _read(name: str, table: Any, delimiter: str) -> tuple[Any, _Files]:
         patterns = [table] if isinstance(table, (str, os.PathLike)) else table
         paths = [path for pattern in patterns for path in _paths(name, os.fspath(pattern))]
         kind = "csv" if all(path.lower().endswith((".csv", ".tsv", ".txt")) for path in paths) else "parquet"
-        return _read_files(name, paths, kind=kind, delimiter=delimiter)
+        return _read_files(name, paths, kind=kind, delimiter=delimiter, used=used)
     try:
         return pyarrow.table(table), _Files()
     except (TypeError, ValueError, pyarrow.ArrowInvalid) as error:
@@ -217,7 +218,7 @@ def _read(name: str, table: Any, delimiter: str) -> tuple[Any, _Files]:
         ) from error
 
 
-def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str) -> tuple[Any, _Files]:
+def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, used: Columns) -> tuple[Any, _Files]:
     pyarrow = _pyarrow(name)
     from pyarrow import csv, parquet  # type: ignore[import-untyped]
 
@@ -241,6 +242,8 @@ def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str) -
         joined = pyarrow.concat_tables(tables, promote_options="permissive")
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         raise ConfigError(f"{name}: the files have columns of different types: {error}") from error
+    if kind == "csv":  # which cannot tell a missing string from an empty one
+        joined = table_columns.with_empty_as_missing(joined, {*used.label, *used.fill})
     return joined, _Files(tuple(paths), tuple(table.num_rows for table in tables))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, unknown_name
@@ -53,6 +53,19 @@ class TableArrays:
     class_names: tuple[str, ...]
 
 
+def with_empty_as_missing(table: Any, columns: Collection[str]) -> Any:
+    """Returns a table in which empty strings of some columns, which need not exist, are missing entries."""
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import compute
+
+    for place, column in enumerate(table.column_names):
+        values = table.column(place)
+        if column in columns and _is_string(values) and not pyarrow.types.is_null(values.type):
+            missing = pyarrow.scalar(None, values.type)
+            table = table.set_column(place, column, compute.if_else(compute.equal(values, ""), missing, values))
+    return table
+
+
 def with_categories(name: str, used: Columns, tables: Sequence[Any]) -> Columns:
     """Returns the columns with the categories, and the number of classes, that occur in some tables.
 
@@ -82,7 +95,7 @@ def with_categories(name: str, used: Columns, tables: Sequence[Any]) -> Columns:
 
 def _count_classes(used: Columns, tables: Sequence[Any]) -> int | None:
     """Returns the largest integer label of all tables plus one, so that a class may be missing in one of them."""
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from pyarrow import compute
 
     if used.num_classes is not None or not used.single_label:
