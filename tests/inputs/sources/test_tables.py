@@ -154,7 +154,20 @@ def test_missing_entries_are_refused_or_filled(kind, tmp_path):
     np.testing.assert_array_equal(x["c"], [-1, 0.5, 1.5])
     np.testing.assert_array_equal(x["b"], [b"x", b"y", b"none"])
     with pytest.raises(ConfigError, match="fill=a:many does not fit the type int64 of column 'a'"):
-        build(f"{dataset}&fill=a:many,c:1", validation_fraction=0.0)
+        build(f"{dataset}&fill=a:many,b:none,c:1", validation_fraction=0.0)
+
+
+def test_a_missing_entry_is_named_by_its_row_in_the_file(kind, tmp_path):
+    """Also if other rows are held out."""
+    for number in range(2):
+        a = [None if number and row == 17 else row for row in range(20)]
+        write(kind, pyarrow.table({"a": a, "y": [0, 1] * 10}), tmp_path / f"part{number}.{kind}")
+    with pytest.raises(
+        ConfigError, match=rf"column 'a' has 1 missing entries, the first in row 17 of .*part1\.{kind}'"
+    ):
+        build(f"{kind}:{tmp_path}/*.{kind}?label=y", validation_fraction=0.3)
+    with pytest.raises(ConfigError, match=r"column 'a' has 1 missing entries, the first in row 17\. Fill them"):
+        build(f"{kind}:{tmp_path}/part1.{kind}?label=y", validation_fraction=0.3)
 
 
 def test_an_empty_string_of_a_csv_file_is_no_class(tmp_path):

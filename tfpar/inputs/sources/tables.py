@@ -244,7 +244,9 @@ def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, u
         raise ConfigError(f"{name}: the files have columns of different types: {error}") from error
     if kind == "csv":  # which cannot tell a missing string from an empty one
         joined = table_columns.with_empty_as_missing(joined, {*used.label, *used.fill})
-    return joined, _Files(tuple(paths), tuple(table.num_rows for table in tables))
+    files = _Files(tuple(paths), tuple(table.num_rows for table in tables))
+    table_columns.check_missing(name, joined, used, dict(zip(files.paths, files.rows, strict=True)))
+    return joined, files
 
 
 def _paths(name: str, pattern: str) -> list[str]:

@@ -66,6 +66,24 @@ def with_empty_as_missing(table: Any, columns: Collection[str]) -> Any:
     return table
 
 
+def check_missing(name: str, table: Any, used: Columns, files: Mapping[str, int]) -> None:
+    """Refuses missing entries that have no fill value.
+
+    Args:
+      name: The data set, for errors.
+      table: A `pyarrow.Table` of all rows of some files, in their order.
+      used: The roles of its columns.
+      files: The number of rows of each file by its path.
+
+    Raises:
+      ConfigError: An entry is missing, or a column.
+    """
+    for column in (*used.label, *filter(None, [used.weight]), *_inputs(name, table, used)):
+        values = table.column(column).combine_chunks()
+        if values.null_count and column not in used.fill:
+            raise _missing(name, column, values, files)
+
+
 def with_categories(name: str, used: Columns, tables: Sequence[Any]) -> Columns:
     """Returns the columns with the categories, and the number of classes, that occur in some tables.
 
@@ -246,12 +264,7 @@ def _filled(name: str, table: Any, column: str, used: Columns) -> Any:
     if not values.null_count:
         return values
     if column not in used.fill:
-        first = int(np.argmax(compute.is_null(values).to_numpy(zero_copy_only=False)))
-        raise ConfigError(
-            f"{_title(name)}: column {column!r} has {values.null_count} missing entries, the first in row {first}. "
-            f"Fill them: fill={column}:VALUE (in Python, fill={{{column!r}: value}}), remove the rows, or choose other "
-            "columns."
-        )
+        raise _missing(name, column, values)
     text = used.fill[column]
     try:
         return compute.fill_null(values, pyarrow.scalar(text).cast(values.type))
@@ -259,6 +272,23 @@ def _filled(name: str, table: Any, column: str, used: Columns) -> Any:
         raise ConfigError(
             f"{_title(name)}: fill={column}:{text} does not fit the type {values.type} of column {column!r}: {error}"
         ) from error
+
+
+def _missing(name: str, column: str, values: Any, files: Mapping[str, int] | None = None) -> ConfigError:
+    """Returns the error for missing entries of a column, of files with these numbers of rows if there are any."""
+    from pyarrow import compute
+
+    row, place = int(np.argmax(compute.is_null(values).to_numpy(zero_copy_only=False))), ""
+    for path, count in (files or {}).items():
+        if row < count:
+            place = f" of {path!r}" if len(files or {}) > 1 else ""
+            break
+        row -= count
+    return ConfigError(
+        f"{_title(name)}: column {column!r} has {values.null_count} missing entries, the first in row {row}{place}. "
+        f"Fill them: fill={column}:VALUE (in Python, fill={{{column!r}: value}}), remove the rows, or choose other "
+        "columns."
+    )
 
 
 def _title(name: str) -> str:
