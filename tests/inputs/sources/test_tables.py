@@ -247,7 +247,8 @@ def test_lists_decimals_and_dictionaries():
         ("?strings=words", "strings='words' is not known"),
         ("?columns=city&as=vector", "no column of the inputs is numeric: city"),
         ("?columns=price&label=price", "no column is left for the inputs"),
-        ("?delimiter=ab", "delimiter='ab' must be one character"),
+        ("?delimiter=ab", "delimiter='ab' must be one ASCII character"),
+        ("?delimiter=§", "delimiter='§' must be one ASCII character"),
         ("?validation=/no/such/*", "no file matches '/no/such/"),
     ],
 )
@@ -266,6 +267,9 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
     (tmp_path / "b.csv").write_text("x,z\n1,2\n")
     with pytest.raises(ConfigError, match=r"has the columns \['x', 'z'\], but"):
         build(f"csv:{tmp_path}/*.csv")
+    (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin.csv' is not in UTF-8: .* Convert it, e\.g\. with iconv"):
+        build(f"csv:{tmp_path}/latin.csv?label=y")
     with pytest.raises(ConfigError, match="int is not a table"):
         inputs.from_table(3)
     (tmp_path / "t.csv").write_text("when,y\n2020-01-01,2\n")

@@ -222,8 +222,8 @@ def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, u
     pyarrow = _pyarrow(name)
     from pyarrow import csv, parquet  # type: ignore[import-untyped]
 
-    if len(delimiter) != 1:
-        raise ConfigError(f"{name}: delimiter={delimiter!r} must be one character.")
+    if len(delimiter) != 1 or not delimiter.isascii():
+        raise ConfigError(f"{name}: delimiter={delimiter!r} must be one ASCII character.")
     tables: list[Any] = []
     for path in paths:
         try:
@@ -233,9 +233,13 @@ def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, u
                 tables.append(parquet.read_table(path))
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise ConfigError(f"{name}: {path!r} cannot be read as {kind}: {error}") from error
-        if tables[-1].column_names != tables[0].column_names:
+        try:
+            names = tables[-1].column_names
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: {path!r} is not in UTF-8: {error}. Convert it, e.g. with iconv.") from error
+        if names != tables[0].column_names:
             raise ConfigError(
-                f"{name}: {path!r} has the columns {tables[-1].column_names}, but {paths[0]!r} has "
+                f"{name}: {path!r} has the columns {names}, but {paths[0]!r} has "
                 f"{tables[0].column_names}. All files need the same columns in the same order."
             )
     try:
