@@ -217,6 +217,19 @@ def test_tables_and_frames_of_a_program(tmp_path):
     assert chosen.info.class_names == ("house", "flat")
 
 
+def test_strings_of_polars():
+    """Its frames have views of strings."""
+    city = pyarrow.array(["Oslo", None, "Rome"], pyarrow.string_view())
+    kinds = pyarrow.DictionaryArray.from_arrays([0, 1, 0], pyarrow.array(["flat", "house"], pyarrow.string_view()))
+    frame = Frame(pyarrow.table({"city": city, "kind": kinds}))
+    for strings, expected in (("text", [b"Oslo", b"none", b"Rome"]), ("index", [0, 2, 1])):
+        source = inputs.from_table(frame, label="kind", fill={"city": "none"}, strings=strings)
+        x, y = source.fetch(tf.range(3, dtype=tf.int64))
+        np.testing.assert_array_equal(x["city"], expected)
+        np.testing.assert_array_equal(y, [0, 1, 0])
+        assert source.info.class_names == ("flat", "house")
+
+
 def test_lists_decimals_and_dictionaries():
     rows = pyarrow.table(
         {

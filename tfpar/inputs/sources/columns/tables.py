@@ -245,8 +245,14 @@ def _indices(name: str, table: Any, column: str, used: Columns) -> np.ndarray:
 def _is_string(values: Any) -> bool:
     import pyarrow
 
-    kind = values.type.value_type if pyarrow.types.is_dictionary(values.type) else values.type
-    return bool(pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_null(kind))
+    types = pyarrow.types
+    kind = values.type.value_type if types.is_dictionary(values.type) else values.type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or _is_view(kind) or types.is_null(kind))
+
+
+def _is_view(kind: Any) -> bool:
+    """Whether a type is that of polars' strings; pyarrow has it since version 16."""
+    return str(kind) == "string_view"
 
 
 def _filled(name: str, table: Any, column: str, used: Columns) -> Any:
@@ -258,9 +264,12 @@ def _filled(name: str, table: Any, column: str, used: Columns) -> Any:
     if isinstance(values, pyarrow.ChunkedArray):  # what `combine_chunks` returns for a column without chunks
         values = pyarrow.concat_arrays(values.chunks) if values.num_chunks else pyarrow.array([], values.type)
     if pyarrow.types.is_dictionary(values.type):
+        if _is_view(values.type.value_type):
+            words = values.dictionary.cast(pyarrow.large_string())
+            values = pyarrow.DictionaryArray.from_arrays(values.indices, words)
         values = values.dictionary_decode()
-    if pyarrow.types.is_null(values.type):
-        values = values.cast(pyarrow.string())
+    if pyarrow.types.is_null(values.type) or _is_view(values.type):  # few functions take views (pyarrow 26)
+        values = values.cast(pyarrow.large_string())
     if not values.null_count:
         return values
     if column not in used.fill:
