@@ -119,7 +119,24 @@ class HuggingFace:
         return 32
 
 
-@pytest.mark.parametrize(("tokenizer", "size"), [(KerasHub(), 30), (SentencePiece(), 31), (HuggingFace(), 32)])
+class Transformers:
+    """By the protocol of the tokenizers of `transformers`, whose `tokenize` returns strings."""
+
+    vocab_size = 33
+
+    def tokenize(self, text: str) -> list[str]:
+        return list(text)
+
+    def encode(self, text: str) -> list[int]:
+        return letters(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return SentencePiece().decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size"), [(KerasHub(), 30), (SentencePiece(), 31), (HuggingFace(), 32), (Transformers(), 33)]
+)
 def test_tokenizers_of_several_packages(tokenizer, size):
     source = inputs.from_text(["bcdef"], tokenizer, sequence_length=4)
     assert source.info.num_classes == size
@@ -151,7 +168,7 @@ def test_other_documents_are_other_data():
 @pytest.mark.parametrize(
     ("tokenizer", "options", "message"),
     [
-        (3, {}, "tokenizer=int is neither callable nor has one of the methods tokenize, encode"),
+        (3, {}, "tokenizer=int is neither callable nor has one of the methods encode, tokenize"),
         (lambda text: list(text), {}, r"the tokenizer returned <U1 \[3\] for document 0"),
         (lambda text: [[1, 2]], {}, r"returned int64 \[1, 2\] for document 0"),
         (letters, {"vocabulary_size": 4}, r"token 4 is outside the vocabulary of 4 tokens \(0 to 3\)"),

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 PACKINGS = ("none", "fit", "join")
-_ENCODERS = ("tokenize", "encode")
+_ENCODERS = ("encode", "tokenize")  # in this order: a tokenizer of transformers tokenizes to strings
 _DECODERS = ("detokenize", "decode")
 _SIZES = ("vocabulary_size", "vocab_size", "get_vocab_size", "get_piece_size")
 _Window = list[np.ndarray]
@@ -44,9 +44,8 @@ def from_text(
 
     Args:
       documents: Texts, one per document; or a file, directory or pattern, of which every file is a document in UTF-8.
-      tokenizer: Returns the token ids of a string: a callable, or an object with `tokenize` (keras-hub) or `encode`
-        (SentencePiece, Hugging Face tokenizers). Its `detokenize` or `decode`, if there is one, turns generated tokens
-        into text.
+      tokenizer: Returns the token ids of a string: a callable, or an object with `encode` (SentencePiece, Hugging Face)
+        or `tokenize` (keras-hub). Its `detokenize` or `decode`, if there is one, turns generated tokens into text.
       sequence_length: L, the tokens that a model reads and predicts per window.
       packing: `"none"`: a window holds one document, or a part of one, and padding. `"fit"`: it holds as many whole
         documents as fit. `"join"`: documents follow each other without a gap and are cut where a window ends.
