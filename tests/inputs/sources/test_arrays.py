@@ -121,6 +121,7 @@ def test_lists_are_accepted():
         ([np.zeros((3, 2)), np.zeros((4, 2))], np.zeros(3), {}, r"3 inputs '0' and 4 inputs '1' and 3 labels"),
         ({"a": np.zeros(3), "b": np.zeros(3, complex)}, None, {}, "the inputs have dtype complex128"),
         ({}, None, {}, "the inputs are {}, without an array"),
+        ([[1.0, 2.0], [3.0]], [0, 1], {}, r"the inputs are no array \(.*\)\. All examples need the same shape"),
         (np.zeros(3), None, {"sample_weight": np.ones(3)}, "sample_weight needs labels"),
         (np.zeros(3), np.zeros(3), {"sample_weight": np.ones(2)}, "3 inputs and 3 labels and 2 weights"),
         (np.zeros(3), np.zeros(3), {"sample_weight": np.array([1, np.nan, 1])}, "infinity in its sample weight"),

@@ -131,7 +131,12 @@ def _as_arrays(name: str, what: str, values: Structure) -> Structure:
 
 def _as_array(name: str, what: str, values: Any) -> np.ndarray:
     """Returns one array; refuses a single number."""
-    array = np.asarray(values.to_numpy() if hasattr(values, "to_numpy") else values)
+    try:
+        array = np.asarray(values.to_numpy() if hasattr(values, "to_numpy") else values)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}: the {what} are no array ({error}). All examples need the same shape: pad or crop them."
+        ) from error
     if not array.ndim:
         raise ConfigError(f"{name}: the {what} are the single value {array}. Give an array with one row per example.")
     return array
