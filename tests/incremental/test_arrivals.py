@@ -70,11 +70,16 @@ def test_images_are_of_the_classes_that_the_data_set_has(tmp_path):
     (incoming / "bird").mkdir()
     (incoming / "bird" / "1.png").write_bytes(pixels)
     (incoming / "loose.png").write_bytes(pixels)
+    foreign = os.fsdecode(b"gr\xf6n/1.png")  # no UTF-8
+    (incoming / foreign).parent.mkdir()
+    (incoming / foreign).write_bytes(pixels)
     config = InputConfig(dataset=f"images:{tmp_path}/base", image_size=8, validation_fraction=0.0)
     form = form_of(config, load(config.dataset, "train", image_size=8, validation_fraction=0.0).info, str(incoming))
     arrivals = Arrivals(str(incoming), form)
     arrivals.look(())
-    good, bad = arrivals.check(arrivals.look(())[0])
+    arrived, _ = arrivals.look(())
+    assert len({arrivals.content(file) for file in arrived}) == len(arrived)
+    good, bad = arrivals.check(arrived)
     assert sorted(file.name for file in good) == ["cat/1.png", "dog/1.png"]
     assert form.source(str(incoming), ["dog/1.png", "cat/1.png"]).read(tf.range(2, dtype=tf.int64))[
         1
@@ -85,6 +90,7 @@ def test_images_are_of_the_classes_that_the_data_set_has(tmp_path):
     reasons = {file.name: reason for file, reason in bad}
     assert "classes are cat, dog" in reasons["bird/1.png"]
     assert "classes are cat, dog" in reasons["loose.png"]
+    assert "classes are cat, dog" in reasons[foreign]
     assert "cannot be read" in reasons["dog/broken.png"]
 
 

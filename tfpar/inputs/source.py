@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -262,7 +263,7 @@ def held_out_mask(names: Sequence[str], count: int) -> list[bool]:
       names: Distinct names, e.g. paths relative to the data set.
       count: How many to hold out.
     """
-    ranked = sorted(range(len(names)), key=lambda number: hashlib.sha256(names[number].encode()).digest())
+    ranked = sorted(range(len(names)), key=lambda number: hashlib.sha256(os.fsencode(names[number])).digest())
     chosen = set(ranked[:count])
     return [number in chosen for number in range(len(names))]
 

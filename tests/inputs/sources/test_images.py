@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source, locate_bad_example
@@ -54,6 +56,16 @@ def test_held_out_files_are_a_share_of_each_class(folder):
     assert np.bincount(fetch_all(train)[1]).tolist() == [8, 8, 8]
     assert set(train.info.files).isdisjoint(validation.info.files)
     assert build(folder, "validation", validation_fraction=0.2).info.files == validation.info.files
+
+
+def test_names_that_are_no_text_are_read(folder):
+    """Of files from systems with another encoding than UTF-8."""
+    before = build(folder, validation_fraction=0.0).info.num_examples
+    os.rename(folder / "blue" / "0.png", folder / "blue" / os.fsdecode(b"gr\xf6sse.png"))
+    source = build(folder, validation_fraction=0.0)
+    x, _ = source.fetch(tf.range(source.info.num_examples, dtype=tf.int64))
+    assert len(x) == before
+    assert build(folder, validation_fraction=0.25).info.num_examples < before
 
 
 @pytest.mark.parametrize("name", ["validation", "val", "test"])

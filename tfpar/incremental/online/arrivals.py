@@ -152,7 +152,7 @@ class Arrivals:
         """Returns `ArrivedFile.content` of a file; empty if the file is gone, has changed or cannot be read."""
         try:
             with open(os.path.join(self._root, file.name), "rb") as stream:
-                digest = hashlib.blake2b(self._form.label(file.name).encode() + b"\0", digest_size=16)
+                digest = hashlib.blake2b(os.fsencode(self._form.label(file.name)) + b"\0", digest_size=16)
                 while chunk := stream.read(_CHUNK):
                     digest.update(chunk)
         except OSError:

@@ -82,7 +82,10 @@ def from_files(
       labels: Their classes.
     """
     height, width = config.image_shape()
-    listing = source.LazyTensors(lambda: (np.array(paths, object if paths else np.bytes_), np.array(labels, np.int32)))
+    encoded = [os.fsencode(path) for path in paths]
+    listing = source.LazyTensors(
+        lambda: (np.array(encoded, object if encoded else np.bytes_), np.array(labels, np.int32))
+    )
 
     def read(indices: tf.Tensor) -> source.Batch:
         files, classes_of = listing.tensors()
