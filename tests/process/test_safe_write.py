@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -55,3 +56,10 @@ def test_a_shortened_text_says_so() -> None:
     assert safe_write.shortened("more than that", 8) == "more th…"
     assert safe_write.shortened("ends in a space", 9) == "ends in…"
     assert len(safe_write.shortened("x" * 1000)) == 200
+
+
+def test_what_a_stream_cannot_encode_is_escaped() -> None:
+    for encoding, expected in (("ascii", b"m\\xb2 \\udcf6\n"), ("utf-8", b"m\xc2\xb2 \\udcf6\n")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        assert safe_write.put(stream, "m\xb2 \udcf6\n")
+        assert stream.buffer.getvalue() == expected

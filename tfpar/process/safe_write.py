@@ -13,7 +13,8 @@ _full: list[IO[Any]] = []
 
 
 def put(stream: IO[Any], content: Any) -> bool:
-    """Writes and flushes; what does not fit on a full disk is dropped.
+    """Writes and flushes; what does not fit on a full disk is dropped, and characters that the stream cannot encode are
+    escaped.
 
     Args:
       stream: Of text or bytes.
@@ -23,7 +24,10 @@ def put(stream: IO[Any], content: Any) -> bool:
       False if the reader of a pipe has closed it.
     """
     try:
-        stream.write(content)
+        try:
+            stream.write(content)
+        except UnicodeEncodeError as error:  # another locale than UTF-8, or a file name that is no text
+            stream.write(content.encode(error.encoding, "backslashreplace").decode(error.encoding))
         stream.flush()
     except BrokenPipeError:
         return False
