@@ -70,6 +70,15 @@ def _texts(accumulator, tag):
 # --- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
+def test_a_point_is_the_mean_over_examples(tmp_path):
+    """Of which the last batch of an epoch may have few."""
+    monitor = _monitor(tmp_path, config=_config(log_every=2))
+    losses = np.array([1.0, 3.0, np.inf, 2.0])
+    with monitor.session():
+        monitor.on_steps(4, losses, _durations(4), {}, examples=np.array([60.0, 20.0, 0.0, 5.0]))
+    _assert_points(_events(tmp_path, "train"), "loss", [(2, 1.5), (4, 2.0)])
+
+
 def test_points_are_means_over_log_every_steps(tmp_path):
     """Calls of 25, 25 and 10 steps, points every 10: where calls end must not matter."""
     config = _config(log_every=10, precision="mixed_float16")

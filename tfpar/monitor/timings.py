@@ -42,7 +42,7 @@ class Window:
         self.examples = 0.0
         self._seconds = np.zeros(len(COLUMNS))
         self._loss_sum = 0.0
-        self._finite = 0
+        self._loss_weight = 0.0
         self.worker_seconds: list[float] = []
         self.worker_steps = 0
 
@@ -58,7 +58,7 @@ class Window:
         """Adds steps.
 
         Args:
-          losses: [n] mean loss of each step; not-finite ones do not count.
+          losses: [n] mean loss over the examples of each step; not-finite ones do not count.
           durations: [n, 6] seconds, see `COLUMNS`.
           examples: [n] examples of each step.
         """
@@ -66,8 +66,8 @@ class Window:
         self.steps += len(losses)
         self.examples += float(examples.sum())
         self._seconds += durations.sum(axis=0)
-        self._loss_sum += float(losses[finite].sum())
-        self._finite += int(finite.sum())
+        self._loss_sum += float((losses[finite] * examples[finite]).sum())
+        self._loss_weight += float(examples[finite].sum())
 
     def merge(self, other: Window) -> None:
         """Adds the steps of another window."""
@@ -75,7 +75,7 @@ class Window:
         self.examples += other.examples
         self._seconds = self._seconds + other._seconds
         self._loss_sum += other._loss_sum
-        self._finite += other._finite
+        self._loss_weight += other._loss_weight
 
     def forget_times(self) -> None:
         """Keeps the losses, but takes these steps out of every speed."""
@@ -94,8 +94,8 @@ class Window:
 
     @property
     def loss(self) -> float:
-        """Mean over the steps whose loss is finite; NaN if there is none."""
-        return self._loss_sum / self._finite if self._finite else float("nan")
+        """Mean over the examples of the steps whose loss is finite; NaN if there is none."""
+        return self._loss_sum / self._loss_weight if self._loss_weight else float("nan")
 
     @property
     def examples_per_second(self) -> float:
