@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import types
 
@@ -109,6 +111,15 @@ def test_nodes_without_a_usable_reply_are_named(capfd):
     assert "round 1: node 11 counts as dropped out: error 2: Traceback out of memory" in said
     assert "round 1: node 12 counts as dropped out: no reply within 60 s" in said
     assert server._counts["clients_dropped"] == 2
+
+
+def test_the_loss_is_that_of_the_last_round_with_clients(tmp_path):
+    server, arrays = server_and_arrays()
+    server.options = dataclasses.replace(server.options, rounds=1)
+    for replies, expected in (([], None), ([reply(arrays, {"num-examples": 4, "loss": 0.5})], 0.5), ([], 0.5)):
+        server._apply(replies, 0)
+        server.finish(tmp_path, None)
+        assert json.loads((tmp_path / "summary.json").read_text())["train_loss"] == expected
 
 
 def test_a_payload_of_another_codec_counts_as_dropped_out(capfd):

@@ -255,7 +255,7 @@ class _Server:
         self._averaging = Averaging.of(self.options, seed, float(per_round))
         self._schedule = trainer.program.schedule(self.options.rounds)
         self._counts = {"clients_trained": 0, "clients_dropped": 0, "bytes_up": 0, "bytes_down": 0}
-        self._loss = float("nan")
+        self._loss: float | None = None  # of the last round in which a client replied
 
     def round(self, flwr: Any, grid: Any, number: int, seconds: float) -> None:
         """Sends the weights to some nodes, and applies the mean of their replies."""
@@ -332,7 +332,10 @@ class _Server:
             variable.assign(value)
         for variable, change in zip(kept, changes, strict=True):
             variable.assign_add(change / max(mass, 1e-30))
-        self._loss = sum(own * loss for own, loss in losses) / max(mass, 1e-30)
+        if not losses:
+            _log.info("round %d: no client replied", number + 1)
+            return
+        self._loss = sum(own * loss for own, loss in losses) / mass
         _log.info("round %d: %d clients, loss %.4f", number + 1, len(losses), self._loss)
 
     def finish(self, workdir: pathlib.Path, evaluate: Callable[[keras.Model], dict[str, float]] | None) -> None:
