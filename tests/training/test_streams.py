@@ -138,9 +138,34 @@ def test_a_stream_that_ends_early_or_fails_is_named():
         trainer_on().fit(dataset().take(0), steps=2)
     with pytest.raises(ConfigError, match="holds its labels"):
         trainer_on().fit(dataset(), arrays()[1], steps=2)
+
+
+def test_a_stream_that_cannot_be_read_is_named_whatever_comes_after_what_fails():
     broken = dataset().map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "division"), y))
-    with pytest.raises(tfpar.TrainingError, match=r"could not be read: .*division"):
-        trainer_on().fit(broken, steps=3)
+
+    def generated():
+        yield tuple(part[0] for part in arrays())
+        raise KeyError("division")
+
+    signature = tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), broken.element_spec)
+    generator = tf.data.Dataset.from_generator(generated, output_signature=signature)
+    for stream in (broken, broken.unbatch().batch(2), generator.batch(2)):
+        with pytest.raises(tfpar.TrainingError, match=r"the stream could not be read: .*division"):
+            trainer_on().fit(stream, steps=3)
+        with pytest.raises(tfpar.TrainingError, match=r"the stream could not be read: .*division"):
+            trainer_on().fit(stream, epochs=1)
+
+
+def test_an_error_of_the_model_is_not_one_of_the_stream():
+    class Division(keras.layers.Layer):
+        def call(self, x):
+            return tf.debugging.check_numerics(x / 0.0, "division")
+
+    layers = [keras.Input((4,)), Division(), keras.layers.Dense(CLASSES)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = tfpar.Trainer(keras.Sequential(layers), "sgd", loss, jit_compile=False, verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="division"):
+        trainer.fit(dataset(), steps=3)
 
 
 def test_a_stream_of_bad_values_ends_without_names(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from tfpar import inputs
@@ -20,6 +21,9 @@ _SECONDS_TO_LOOK = 60.0
 _SECONDS_TO_NAME = 10.0
 # What TensorFlow raises where a peer, or memory, and not this worker's input is at fault.
 _NOT_OF_INPUT = (*COMMUNICATION_ERRORS, tf.errors.ResourceExhaustedError)
+# What TensorFlow 2.21 says of an operation that an iterator ran: the iterator's name, or the operation that took the
+# next element. Of an operation of the model, it may say `[[IteratorGetNext/_4]]`.
+_OF_INPUT = re.compile(r"Iterator::|\[\[[\w/]*Iterator\w*GetNext\w*\]\]")
 
 
 @contextlib.contextmanager
@@ -42,7 +46,7 @@ def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.nda
         if isinstance(source, inputs.StreamSource):
             if "was expected to contain" in str(error):  # what `assert_cardinality` says
                 raise inputs.stream_ended(source) from error
-            if "Iterator::" in str(error):
+            if _OF_INPUT.search(str(error)):
                 raise inputs.stream_error(source, error) from error
             raise
         if isinstance(source, inputs.MadeSource):
@@ -51,7 +55,7 @@ def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.nda
         found = inputs.locate_bad_example(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
         if found:
             raise inputs.bad_record_error(source.info, found[0]) from None
-        if isinstance(error, UnicodeDecodeError) or "Iterator::" in str(error):
+        if isinstance(error, UnicodeDecodeError) or _OF_INPUT.search(str(error)):
             raise inputs.transient_read_error(source.info, error) from None
         raise
 

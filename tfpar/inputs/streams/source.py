@@ -84,6 +84,7 @@ class StreamSource:
 
         Raises:
           ConfigError: The stream is endless, or every worker has its own stream.
+          TrainingError: It cannot be read.
         """
         if self.examples is not None:
             return self
@@ -106,7 +107,12 @@ class StreamSource:
         def add(total: tf.Tensor, *batch: Structure) -> tf.Tensor:
             return total + tf.shape(structures.first_leaf(batch), tf.int64)[0]
 
-        examples = int(self._whole.reduce(tf.constant(0, tf.int64), no_autograph(add)))
+        try:
+            examples = int(self._whole.reduce(tf.constant(0, tf.int64), no_autograph(add)))
+        except tf.errors.ResourceExhaustedError:
+            raise
+        except tf.errors.OpError as error:
+            raise stream_error(self, error) from error
         if not examples:
             raise ConfigError(f"{self.name}: the stream has no examples.")
         return dataclasses.replace(self, examples=examples)
