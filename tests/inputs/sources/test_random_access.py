@@ -283,6 +283,7 @@ class Infinite(keras.utils.PyDataset):
         ([(1, 2)], {"batched": True}, r"is a single number, but an item must be a batch \[b, ...\]"),
         ([(np.zeros(3), np.zeros(2))], {"batched": True}, r"arrays of different lengths: \[2, 3\]"),
         ([(np.zeros(0), np.zeros(0))], {"batched": True}, "the first item is an empty batch"),
+        ([([[1.0, 2.0], [3.0]], 0)], {}, r"a list is no array \(.*\)\. Pad or crop its parts to one length"),
     ],
 )
 def test_unsuitable_objects_are_refused_at_once(data, options, message):

@@ -86,7 +86,10 @@ def _leaf_lists_as_arrays(part: Structure) -> Structure:
     if isinstance(part, (list, tuple)):
         if any(isinstance(value, Mapping) or getattr(value, "ndim", 0) for value in part):
             return tuple(map(_leaf_lists_as_arrays, part))
-        return np.asarray(part)
+        try:
+            return np.asarray(part)
+        except ValueError as error:
+            raise ItemError(f"a list is no array ({error}). Pad or crop its parts to one length") from error
     return part
 
 
