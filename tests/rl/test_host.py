@@ -10,6 +10,7 @@ from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig, TrainingError
 from tfpar.rl import environments
 from tfpar.rl.actors import _Rollout
+from tfpar.rl.playing import episodes
 
 import gymnasium
 import numpy as np
@@ -188,3 +189,15 @@ def test_observations_of_several_parts_are_flattened():
     assert environment.observation_shape == (5,)
     assert environment.actions == environments.Continuous((-1.0,), (1.0,))
     assert environment.to_host(np.array([[3.0], [-0.5]], np.float32)).tolist() == [[1.0], [-0.5]]
+
+
+def test_episodes_without_an_end_are_cut_off(monkeypatch, caplog):
+    """A policy that walks into a wall of CliffWalking never arrives."""
+    monkeypatch.setattr(episodes, "LONGEST", 30)
+    cliffs, pole = environments.find("gym:CliffWalking-v1"), environments.find("gym:CartPole-v1")
+    assert (cliffs.endless, pole.endless) == (True, False)
+    with caplog.at_level("WARNING", "tfpar"):
+        played = episodes.play_outputs(lambda x: np.eye(4)[[3] * len(x)], cliffs.observation_shape, cliffs, range(3))
+    np.testing.assert_array_equal(played.lengths, 30)
+    np.testing.assert_array_equal(played.returns, -30.0)
+    assert "--env=gym:CliffWalking-v1 has no time limit: episodes are cut off after 30 steps" in caplog.text

@@ -34,6 +34,7 @@ class HostEnvironment:
       to_host: Converts a policy's actions to those of the environment: int32 `[n]`, or float32 `[n, size]`, clipped to
         the bounds.
       observation_dtype: The dtype in which observations are kept: `uint8` for pixels, otherwise `float32`.
+      endless: Whether it has no time limit, so that an episode may never end.
     """
 
     name: str
@@ -45,6 +46,7 @@ class HostEnvironment:
     make_shown: Callable[[], Any]
     to_host: Callable[[np.ndarray], np.ndarray]
     observation_dtype: str = "float32"
+    endless: bool = False
 
 
 def require_gymnasium() -> Any:
@@ -102,7 +104,8 @@ def find_in_gymnasium(name: str) -> HostEnvironment:
     try:
         goal = envs.spec.reward_threshold if envs.spec else None
         make = functools.partial(make_environments, name)
-        return describe(f"{PREFIX}{name}", envs, goal, make, lambda: make(1, render=True))
+        described = describe(f"{PREFIX}{name}", envs, goal, make, lambda: make(1, render=True))
+        return dataclasses.replace(described, endless=not (envs.spec and envs.spec.max_episode_steps))
     finally:
         envs.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+_log = logging.getLogger(__name__)
+
 _SIDE_BY_SIDE = 64
+LONGEST = 10_000  # steps after which an episode is cut off in an environment without a time limit
 
 
 class Played(NamedTuple):
@@ -63,7 +68,7 @@ def play_outputs(
     environment: HostEnvironment,
     seeds: Sequence[int],
 ) -> Played:
-    """Plays episodes to their end with the most likely actions.
+    """Plays episodes to their end with the most likely actions; without a time limit, at most `LONGEST` steps.
 
     Args:
       outputs: A policy: `observations [n, ...] -> outputs`, of which the first are logits or means.
@@ -86,9 +91,11 @@ def play_outputs(
         several = [*seeds][len(returns) : len(returns) + _SIDE_BY_SIDE]
         envs = environment.make(len(several), False)
         try:
-            played = _play_at_once(act, envs, several)
+            played, ended = _play_at_once(act, envs, several, LONGEST if environment.endless else None)
         finally:
             envs.close()
+        if not ended:
+            _warn_of_no_end(environment.name)
         returns.extend(played.returns)
         lengths.extend(played.lengths)
     return Played(np.asarray(returns), np.asarray(lengths))
@@ -106,15 +113,20 @@ def _policy(call: Callable[[tf.Tensor], Any], environment: HostEnvironment) -> A
     return act
 
 
-def _play_at_once(act: Any, envs: Any, seeds: list[int]) -> Played:
-    """Plays the first episode of each environment."""
+@functools.cache  # once per process
+def _warn_of_no_end(name: str) -> None:
+    _log.warning("--env=%s has no time limit: episodes are cut off after %d steps when they are played", name, LONGEST)
+
+
+def _play_at_once(act: Any, envs: Any, seeds: list[int], longest: int | None) -> tuple[Played, bool]:
+    """Plays the first episode of each environment, of `longest` steps at most; also returns whether all have ended."""
     count = len(seeds)
     returns, lengths = np.zeros(count), np.zeros(count, np.int64)
     playing = np.ones(count, bool)
     observations, _ = envs.reset(seed=seeds)
-    while playing.any():
+    while playing.any() and (longest is None or lengths.max() < longest):
         observations, rewards, terminated, truncated, _ = envs.step(act(observations))
         returns += rewards * playing
         lengths += playing
         playing &= ~(terminated | truncated)
-    return Played(returns, lengths)
+    return Played(returns, lengths), not playing.any()
