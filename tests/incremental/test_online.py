@@ -106,6 +106,8 @@ def test_replay_adds_as_many_kept_examples(places, shards, tmp_path):
         ({"workdir": ""}, "--watch needs a --workdir"),
         ({"watch": "/nowhere"}, "--watch=/nowhere: no such directory"),
         ({"grow_head": True}, "--grow_head works with --tasks"),
+        ({"remainder": "drop"}, "--remainder=drop: with --watch, each example is learned exactly once"),
+        ({"shard_by": "file"}, "--shard_by=file: the examples of a task or a delivery are not in the order of files"),
     ],
 )
 def test_what_does_not_go_with_watching_is_refused(options, message, tmp_path):

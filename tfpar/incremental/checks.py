@@ -38,6 +38,11 @@ def check(config: ExperimentConfig) -> None:
                 f"--{name}={value} does not work with incremental learning yet, which passes whole weights from task "
                 "to task. Leave it out."
             )
+    if config.input.shard_by == "file":
+        raise ConfigError(
+            "--shard_by=file: the examples of a task or a delivery are not in the order of files. Use "
+            "--shard_by=example."
+        )
     if watches:
         _check_watching(config)
 
@@ -71,6 +76,11 @@ def _check_watching(config: ExperimentConfig) -> None:
         )
     if options.grow_head:
         raise ConfigError("--grow_head works with --tasks only: with --watch, --dataset determines the classes.")
+    if config.input.remainder == "drop":
+        raise ConfigError(
+            "--remainder=drop: with --watch, each example is learned exactly once. Use --remainder=pad, which weights "
+            "a last batch that is not full correctly."
+        )
     if config.schedule.schedule != "constant":
         raise ConfigError(
             f"--schedule={config.schedule.schedule} needs the length of a run, which is not known with --watch. Use "
