@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import re
+import weakref
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig, TrainingError
 from tfpar.rl import environments
 from tfpar.rl.actors import _Rollout
-from tfpar.rl.playing import episodes
+from tfpar.rl.playing import episodes, film
 
 import gymnasium
 import numpy as np
@@ -201,3 +202,36 @@ def test_episodes_without_an_end_are_cut_off(monkeypatch, caplog):
     np.testing.assert_array_equal(played.lengths, 30)
     np.testing.assert_array_equal(played.returns, -30.0)
     assert "--env=gym:CliffWalking-v1 has no time limit: episodes are cut off after 30 steps" in caplog.text
+
+
+def test_a_film_of_a_long_episode_keeps_few_pictures(monkeypatch):
+    living = []
+
+    def rendered(envs, name):
+        picture = np.zeros([4, 4, 3], np.uint8)
+        living.append(weakref.ref(picture))
+        return picture
+
+    monkeypatch.setattr(film, "_rendered", rendered)
+    monkeypatch.setattr(film, "_LONGEST", 300)
+    gymnasium.register("tests/Endless-v0", Endless)
+    trainer = rl.ReinforcementTrainer(**SMALL | {"env": "gym:tests/Endless-v0", "steps": 4, "jit_compile": False})
+    frames, rewards = trainer._film._on_host()
+    assert (sorted(frames), len(rewards)) == (list(range(0, 300, 8)), 300)
+    assert sum(each() is not None for each in living) == len(frames)
+    pictures, captions = trainer._film()
+    assert (len(pictures), captions[0], captions[-1]) == (16, "0: 0", "296: 296")
+
+
+class Endless(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, False, False, {}

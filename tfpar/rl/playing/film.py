@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
-_PICTURES = 16
+_PICTURES, _KEPT = 16, 64
 _LONGEST = 2000  # the most steps of an episode that are played for its pictures
 
 
@@ -53,7 +54,9 @@ class Film:
             self._impossible = True
             _log.warning("TensorBoard shows no episode: %s", error)
             return None
-        places = sorted(set(np.linspace(0, len(frames) - 1, min(_PICTURES, len(frames))).round().astype(int).tolist()))
+        steps = sorted(frames)
+        chosen = np.linspace(0, len(steps) - 1, min(_PICTURES, len(steps))).round().astype(int).tolist()
+        places = [steps[index] for index in sorted(set(chosen))]
         totals = np.concatenate([[0.0], np.cumsum(rewards)])
         return np.stack([frames[place]() for place in places]), [f"{place}: {totals[place]:g}" for place in places]
 
@@ -72,8 +75,8 @@ class Film:
         action = self._chosen(params, state, environment.observe(current.state))
         return vector.step(environment, current, action, run_seed(self._seed), tf.range(1), time)
 
-    def _on_device(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
-        """Returns one function per picture, which draws it, and the rewards between pictures."""
+    def _on_device(self) -> tuple[dict[int, Callable[[], np.ndarray]], list[float]]:
+        """Returns functions that draw the pictures, by the steps before them, and the reward of each step."""
         environment = self._environment
         assert isinstance(environment, Environment)
         params, state = self._weights()
@@ -88,18 +91,24 @@ class Film:
                 break
         draw = environment.render
         assert draw is not None
-        return [lambda each=each: draw(each) for each in observed], rewards  # type: ignore[misc]
+        return {place: functools.partial(draw, each) for place, each in enumerate(observed)}, rewards
 
-    def _on_host(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
+    def _on_host(self) -> tuple[dict[int, Callable[[], np.ndarray]], list[float]]:
         environment = self._environment
         assert isinstance(environment, HostEnvironment)
         params, state = self._weights()
         envs = environment.make_shown()
-        frames, rewards = [], []
+        frames: dict[int, np.ndarray] = {}
+        rewards: list[float] = []
+        every = 1  # steps between two pictures; grows with the episode, whose pictures would fill the memory
         try:
             observation, _ = envs.reset(seed=[self._seed])
-            for _ in range(_LONGEST):
-                frames.append(_rendered(envs, environment.name))
+            for place in range(_LONGEST):
+                if place % every == 0:
+                    frames[place] = _rendered(envs, environment.name)
+                if len(frames) > _KEPT:
+                    every *= 2
+                    frames = {each: frame for each, frame in frames.items() if each % every == 0}
                 action = self._act(params, state, tf.constant(observation, tf.float32)).numpy()
                 observation, reward, terminated, truncated, _ = envs.step(environment.to_host(action))
                 rewards.append(float(reward[0]))
@@ -107,7 +116,7 @@ class Film:
                     break
         finally:
             envs.close()
-        return [lambda frame=frame: frame for frame in frames], rewards  # type: ignore[misc]
+        return {place: functools.partial(np.asarray, frame) for place, frame in frames.items()}, rewards
 
 
 def _rendered(envs: Any, name: str) -> np.ndarray:
