@@ -204,6 +204,14 @@ def test_episodes_without_an_end_are_cut_off(monkeypatch, caplog):
     assert "--env=gym:CliffWalking-v1 has no time limit: episodes are cut off after 30 steps" in caplog.text
 
 
+def test_an_environment_without_a_render_mode_is_not_drawn(caplog):
+    gymnasium.register("tests/Undrawn-v0", Undrawn)
+    trainer = rl.ReinforcementTrainer(**SMALL | {"env": "gym:tests/Undrawn-v0", "steps": 4, "jit_compile": False})
+    with caplog.at_level("WARNING", "tfpar"):
+        assert trainer._film() is None
+    assert "TensorBoard shows no episode: --env=gym:tests/Undrawn-v0 cannot be rendered" in caplog.text
+
+
 def test_a_film_of_a_long_episode_keeps_few_pictures(monkeypatch):
     living = []
 
@@ -235,3 +243,8 @@ class Endless(gymnasium.Env):
 
     def step(self, action):
         return np.zeros(2, np.float32), 1.0, False, False, {}
+
+
+class Undrawn(Endless):
+    def __init__(self):
+        super().__init__()

@@ -97,7 +97,10 @@ class Film:
         environment = self._environment
         assert isinstance(environment, HostEnvironment)
         params, state = self._weights()
-        envs = environment.make_shown()
+        try:
+            envs = environment.make_shown()
+        except TypeError as error:  # Gymnasium's if the environment takes no `render_mode`
+            raise ConfigError(f"--env={environment.name} cannot be rendered: {error}") from error
         frames: dict[int, np.ndarray] = {}
         rewards: list[float] = []
         every = 1  # steps between two pictures; grows with the episode, whose pictures would fill the memory
