@@ -11,6 +11,7 @@ from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig, TrainingError
 from tfpar.rl import environments
 from tfpar.rl.actors import _Rollout
+from tfpar.rl.environments.host import to_host
 from tfpar.rl.playing import episodes, film
 
 import gymnasium
@@ -202,6 +203,15 @@ def test_episodes_without_an_end_are_cut_off(monkeypatch, caplog):
     np.testing.assert_array_equal(played.lengths, 30)
     np.testing.assert_array_equal(played.returns, -30.0)
     assert "--env=gym:CliffWalking-v1 has no time limit: episodes are cut off after 30 steps" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2)])
+def test_actions_of_a_box_have_its_shape_and_are_clipped(shape):
+    space = gymnasium.spaces.Box(-1.0, 1.0, shape)
+    action = np.linspace(-2.0, 2.0, 3 * space.low.size, dtype=np.float32).reshape([3, -1])
+    found = to_host(space, action)
+    assert found.shape == (3, *shape)
+    assert all(space.contains(each) for each in found)
 
 
 def test_an_environment_without_a_render_mode_is_not_drawn(caplog):

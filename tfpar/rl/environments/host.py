@@ -141,7 +141,7 @@ def describe(
 
 def to_host(space: Any, action: np.ndarray) -> np.ndarray:
     """Converts a policy's actions to those of a Gymnasium action space."""
-    if space.shape == ():
+    if not hasattr(space, "low"):  # Discrete; a Box may have no dims either
         return np.asarray(action + getattr(space, "start", 0))
     return np.clip(action.reshape([-1, *space.shape]), space.low, space.high).astype(space.dtype)
 
