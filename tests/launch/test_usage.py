@@ -22,6 +22,7 @@ pytestmark = pytest.mark.without_keras
         (["--worker=1", "--", ACTOR], "unknown argument --worker. Did you mean --workers?"),
         (["--workers=1", ACTOR], f"put -- before the script: python -m tfpar.launch --workers=1 -- {ACTOR}"),
         (["--workers=1", "train.py", "--steps=3"], "python -m tfpar.launch --workers=1 -- train.py --steps=3"),
+        (["--workers=1", "--log_dir=/proc/logs", "--", ACTOR], "--log_dir=/proc/logs: /proc cannot be written to"),
         (["--workers=1", "--"], "no script"),
         (["--workers=1", "--", ACTOR.replace("actor", "actr")], "Did you mean"),
         (["--workers=1", "--", "--steps=3"], "the script must come first"),

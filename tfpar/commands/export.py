@@ -11,7 +11,9 @@ ONNX needs the packages of `pip install tfpar[onnx]`.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING
 import tfpar
 from tfpar.commands import play
 from tfpar.config import ConfigError, ExperimentConfig, catalog, flags
+from tfpar.config.errors import TrainingError
+from tfpar.process.writable import unwritable, write_reason
 
 from absl import flags as absl_flags
 
@@ -93,6 +97,32 @@ def _difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) ->
     )
 
 
+def _write(model: keras.Model, output: pathlib.Path, kind: str) -> None:
+    """Exports a model, whole or not at all.
+
+    Raises:
+      TrainingError: The export could not be written, for example on a full disk.
+    """
+    import tensorflow as tf
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="keras")  # Keras 3.15 asks for np.object
+            model.export(str(output), format=kind, verbose=False)
+    except BaseException as error:
+        # A part would be in the way of the next attempt, and may be what fills the disk.
+        shutil.rmtree(output, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            output.unlink(missing_ok=True)
+        if isinstance(error, (OSError, tf.errors.ResourceExhaustedError)):
+            raise TrainingError(
+                f"--output={output} could not be written ({write_reason(error)}); nothing was left there. Make room, "
+                "or name another place."
+            ) from error
+        raise
+
+
 def main(_: list[str]) -> None:
     config, given = flags.experiment_config(), absl_flags.FLAGS
     if not given.model_file or not given.output:
@@ -102,6 +132,8 @@ def main(_: list[str]) -> None:
     output = pathlib.Path(given.output)
     if output.exists():
         raise ConfigError(f"--output={output} exists; name another, or remove it first.")
+    if problem := unwritable("--output", output):
+        raise ConfigError(problem)
     if given.format == "onnx":
         try:
             import onnxruntime  # noqa: F401
@@ -124,10 +156,7 @@ def main(_: list[str]) -> None:
             "--format=saved_model, or train with --precision=float32."
         )
     expected = keras.tree.flatten(model.predict_on_batch(x))  # also traces the model, which Keras' exporters need
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning, module="keras")  # Keras 3.15 asks NumPy for np.object
-        model.export(str(output), format="tf_saved_model" if given.format == "saved_model" else "onnx", verbose=False)
+    _write(model, output, "tf_saved_model" if given.format == "saved_model" else "onnx")
     actual = (saved_model if given.format == "saved_model" else onnx)(output)(x)
     difference = _difference(actual, expected)
     short = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model.layers)

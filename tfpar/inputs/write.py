@@ -25,6 +25,8 @@ from tfpar.inputs import bad_records, registry
 from tfpar.inputs.source import Source, no_autograph
 from tfpar.inputs.sources import tfrecord
 from tfpar.inputs.structures import Structure
+from tfpar.process.exit_codes import USAGE_ERROR
+from tfpar.process.writable import unwritable, write_reason
 
 import tensorflow as tf
 from absl import app, flags
@@ -58,13 +60,16 @@ def write(
       Number of records by file name.
 
     Raises:
-      ConfigError: `output` exists, `shards` is not positive, the source cannot be built or is empty, or an example
-        is bad.
+      ConfigError: `output` exists or cannot be created, `shards` is not positive, the source cannot be built or is
+        empty, or an example is bad.
+      TrainingError: A file could not be written, for example on a full disk; no file is left.
     """
     if shards < 1:
         raise ConfigError(f"--shards={shards} must be at least 1.")
     if os.path.exists(output):
         raise ConfigError(f"--output={output!r} exists. Give a new directory, or remove that one first.")
+    if problem := unwritable("--output", output):
+        raise ConfigError(problem)
     sources = [registry.build_source(config, split, seed) for split in tfrecord.SPLITS]
     if not any(source.info.num_examples for source in sources):
         raise ConfigError(
@@ -83,6 +88,11 @@ def write(
             json.dump(dataclasses.asdict(features), file, indent=1)
         os.chmod(staging, 0o777 & ~_umask())  # mkdtemp creates a private directory
         os.rename(staging, output)
+    except (OSError, tf.errors.ResourceExhaustedError) as error:
+        raise TrainingError(
+            f"--output={output} could not be written ({write_reason(error)}); nothing was left there. Make room, or "
+            "name another directory."
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return counts
@@ -135,7 +145,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     for name in _OPTIONS:
         field = fields[name]
         define[str(field.type)](name, field.default, field.metadata["help"], flag_values=values)
-    flags.DEFINE_string("output", None, "Directory to write; must not exist.", flag_values=values, required=True)
+    flags.DEFINE_string("output", "", "Directory to write; must not exist.", flag_values=values)
     flags.DEFINE_integer("shards", 8, "Files per split.", flag_values=values)
     flags.DEFINE_integer("seed", 0, "Seed of synthetic sources.", flag_values=values)
 
@@ -144,10 +154,12 @@ def _main(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
     try:
         if len(arguments) > 1:
             raise ConfigError(f"{arguments[1]!r} is not a flag. Write options as --name=value.")
+        if not values.output:
+            raise ConfigError("--output is missing: name the directory to write, e.g. --output=shards/digits.")
         config = InputConfig(cache="none", **{name: values[name].value for name in _OPTIONS})
         counts = write(config, values.output, values.shards, values.seed, lambda line: print(line, flush=True))
     except (ConfigError, TrainingError) as error:
-        _fail(error)
+        _fail(error, error.exit_code)
     print(
         f"wrote {sum(counts.values()):,} examples in {len(counts)} files; read them with "
         f"--dataset=tfrecord:{values.output}"
@@ -158,12 +170,12 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        _fail(error)
+        _fail(error, USAGE_ERROR)
 
 
-def _fail(error: Exception) -> NoReturn:
+def _fail(error: Exception, code: int) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)  # like Python, argparse and the experiments for a wrong command line
+    sys.exit(code)
 
 
 if __name__ == "__main__":

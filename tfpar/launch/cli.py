@@ -33,6 +33,7 @@ from tfpar.launch.parser import Parser
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.cores import cores
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
+from tfpar.process.writable import unwritable
 
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
 _BIND_RETRIES = 3
@@ -357,7 +358,7 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
         parser.error(f"no script. Put it after --, as in `{program} --workers=2 -- train.py --steps=100`.")
     if command[0] == "tfpar":  # the console command, which need not be on the PATH
         command = ("-m", *command)
-    problem = _script_problem(command)
+    problem = _script_problem(command) or (values.log_dir and unwritable("--log_dir", values.log_dir))
     if problem:
         parser.error(problem)
     return LaunchOptions(command=command, **vars(values))

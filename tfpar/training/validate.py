@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import pathlib
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +31,7 @@ from tfpar.optim import optimizers, schedules
 from tfpar.parallel.mesh import AUTO, check_beside_mesh
 from tfpar.parallel.planner.machine import parse_size
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
+from tfpar.process.writable import unwritable_message, write_error
 from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
 from tfpar.training.model.recompute import check_pattern
@@ -189,16 +189,10 @@ def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None
     path = pathlib.Path(workdir)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file. Name a directory; it is created if it does not exist.")
-    existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):  # permission bits are not conclusive: root, read-only systems, /proc
-            pass
-    except OSError as error:
-        # A resumed run, perhaps restarted by a scheduler, can continue without free space on its disk.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpointer.has_any(workdir):
-            raise ConfigError(
-                f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a writable directory."
-            ) from error
+    found = write_error(path)
+    # A resumed run, perhaps restarted by a scheduler, can continue without free space on its disk.
+    if found and (found[1].errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpointer.has_any(workdir)):
+        raise ConfigError(unwritable_message("--workdir", workdir, *found)) from found[1]
     workdir_lock.check_free(workdir)
     if complete:
         validate_saved_run(config)

@@ -111,6 +111,8 @@ def test_the_command_line_exits_with_an_error_line(tmp_path, capsys):
         ([f"--output={tmp_path}"], f"error: --output='{tmp_path}' exists"),
         (["--output=new", "--dataset=digts"], "error: --dataset='digts' is not known. Did you mean 'digits'"),
         (["--output=new", "shards=3"], "error: 'shards=3' is not a flag"),
+        ([], "error: --output is missing: name the directory"),
+        (["--output=/proc/new"], "error: --output=/proc/new: /proc cannot be written to"),
     ]:
         values = flags.FlagValues()
         write._define_flags(values)
@@ -142,6 +144,20 @@ def test_a_failed_write_leaves_no_files(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         write.write(InputConfig(dataset="synthetic:3:2:50"), str(tmp_path / "out"), shards=2, progress=interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    def full(*arguments: object) -> None:
+        raise tf.errors.ResourceExhaustedError(None, None, "/mnt/.x/train-00000.tfrecord; No space left on device")
+
+    monkeypatch.setattr(tf.io.TFRecordWriter, "write", full)
+    values = flags.FlagValues()
+    write._define_flags(values)
+    with pytest.raises(SystemExit) as end:
+        write._main(values(["write", f"--output={tmp_path}/out", "--dataset=synthetic:3:2:50"]), values)
+    assert end.value.code == 1
+    assert f"error: --output={tmp_path}/out could not be written (No space left on device)" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,54 @@
+"""Places that a program will write to: tried before its work, and what went wrong if writing fails all the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import tempfile
+
+_REASONS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES))
+
+
+def write_error(path: str | os.PathLike[str]) -> tuple[pathlib.Path, OSError] | None:
+    """What keeps a file or directory from being created, or a directory from being written to.
+
+    Writes a file without a name where `path` is or would be: permission bits are not conclusive (root, read-only
+    systems, /proc).
+
+    Args:
+      path: It and the directories above it need not exist.
+
+    Returns:
+      The directory that cannot be written to and the error of the system; None if all is well.
+    """
+    path = pathlib.Path(path)
+    existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return existing, error
+
+
+def unwritable(flag: str, path: str | os.PathLike[str]) -> str | None:
+    """The message for a user whose flag names a place that cannot be written to; None if it can.
+
+    Args:
+      flag: The flag, as in `"--output"`.
+      path: Its value.
+    """
+    found = write_error(path)
+    return unwritable_message(flag, path, *found) if found else None
+
+
+def unwritable_message(flag: str, path: str | os.PathLike[str], existing: pathlib.Path, error: OSError) -> str:
+    """The message for what `write_error` found."""
+    return f"{flag}={path}: {existing} cannot be written to ({error.strerror}). Name a writable directory."
+
+
+def write_reason(error: Exception) -> str:
+    """Why writing failed, in a few words; TensorFlow's errors have the system's words somewhere in theirs."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next((reason for reason in _REASONS if reason in str(error)), str(error))
