@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import shutil
 from typing import Any
 
@@ -11,12 +12,14 @@ import tfpar
 from tests.incremental.test_tasks import damaged
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.incremental import IncrementalLearner, check
+from tfpar.incremental.consolidation import fisher_information
 from tfpar.incremental.learner import carry_over
 from tfpar.inputs import BadRecordError, from_arrays
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 OPTIONS = {
@@ -93,6 +96,23 @@ def test_methods_keep_more_than_nothing(options):
     summary = with_replay() if options == REPLAY else learner(**options).learn()
     least = {"replay": 0.9, "joint": 0.9, "ewc": 0.9, "lwf": 0.3}[options["method"]]
     assert summary["matrix"][1][0] >= least, summary["matrix"]
+
+
+def test_many_tasks_are_not_warned_of_retracing(monkeypatch):
+    """Each task traces the earlier model once, in functions that TensorFlow counts together."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    series, data = learner(method="lwf"), blobs("train")
+    monkeypatch.setattr(series, "_alone", lambda number: build(4))
+    try:
+        for number in range(1, 7):
+            assert series._teacher(number)(data).shape == (48, 4)
+            fisher_information(build(4), data, np.arange(2), seed=number)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not [text for text in warnings if "retracing" in text]
 
 
 def test_parts_of_the_data_are_forgotten_too():

@@ -148,6 +148,7 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
             parallel_iterations=1,
         )[1]
 
+    total._omit_frequent_tracing_warning = True  # called once per task; see `TrainStep`
     *sums, count = (each.numpy() for each in total(tf.constant(indices, tf.int64)))
     return [each / max(count, np.float32(1.0)) for each in sums]
 

@@ -179,6 +179,7 @@ class IncrementalLearner:
         """Returns a function that computes the logits of the previous task's model for the examples of a source."""
         model = self._alone(number - 1)
         call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
+        call._omit_frequent_tracing_warning = True  # one per task; see `TrainStep`
 
         def logits(source: Source) -> np.ndarray:
             count = source.info.num_examples
