@@ -234,7 +234,7 @@ def test_a_model_with_nothing_in_common_is_refused_and_left_alone(tmp_path):
     filled(model(classes=2, width=9)).save(tmp_path / "model.keras")
     target = filled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, name="other")]))
     before = [value.copy() for value in target.get_weights()]
-    with pytest.raises(ConfigError, match=r"--warm_start=.*model\.keras: none of its 8 weights fits the model's 2"):
+    with pytest.raises(ConfigError, match=r"--warm_start=.*keras: none of its 8 weights has .* model's 2\. Name a run"):
         run_state.warm_start(target, str(tmp_path / "model.keras"), print)
     assert same(target.get_weights(), before)
 

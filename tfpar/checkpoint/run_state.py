@@ -313,7 +313,10 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
         values = _renamed(values, list(own))
     fitting = {path for path in own if path in values and values[path].shape == shape_of(own[path])}
     if not fitting:
-        raise ConfigError(f"--warm_start={source}: none of its {len(saved)} weights fits the model's {len(own)}.")
+        raise ConfigError(
+            f"--warm_start={source}: none of its {len(saved)} weights has the name and shape of one of the model's "
+            f"{len(own)}. Name a run of such a model, or build the model of that run (--model, --model_args)."
+        )
     for path in fitting:
         assign_whole(own[path], values[path])
     kept = sorted(set(own) - fitting)

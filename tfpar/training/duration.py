@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 
-from tfpar.config import ConfigError, TrainConfig
+from tfpar.config import ConfigError, ExperimentConfig, TrainConfig
+from tfpar.optim import optimizers, schedules
 
 
 def in_epochs(config: TrainConfig, steps: int | None, epochs: float | None) -> bool:
@@ -57,6 +58,18 @@ def check_profile(window: tuple[int, int] | None, total: int) -> None:
             f"--profile_steps={window[0]},{window[1]}: the run has {total} steps. Write e.g. "
             f"--profile_steps={first},{last}, or train longer (--steps, --epochs)."
         )
+
+
+def check_length(config: ExperimentConfig, total: int) -> None:
+    """Refuses a schedule or a profile that does not fit into the steps of the run.
+
+    Args:
+      config: The experiment.
+      total: Steps of the whole run.
+    """
+    check_profile(config.monitor.profile_window(), total)
+    peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
+    schedules.build(config.schedule, peak=peak, total_steps=total)
 
 
 def _whole(steps: object) -> int:

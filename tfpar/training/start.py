@@ -16,6 +16,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
 from tfpar.process.heap import keep_freed_memory, share_heaps
 from tfpar.process.startup import quiet_startup
+from tfpar.training.duration import check_length
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning import auto
 from tfpar.training.uneven_batches import uneven_notice
@@ -93,7 +94,7 @@ def initialize(
         subject = auto.Subject(build=model, optimizer=optimizer, layout=layout)
     options: dict[str, Any] = {}
     if auto.is_auto(config):
-        validate_config(config)
+        _validate_before_plan(config, given_data=train is not None)
         options = auto.planned(config, subject)
         config = with_plan(config, options)
     topology = _validate(config, train, validation, complete=train is not None if complete is None else complete)
@@ -190,6 +191,14 @@ def _validate(
         validate_model(config, topology, train, validation)
     validate_workdir(config, complete=complete)
     return topology
+
+
+def _validate_before_plan(config: ExperimentConfig, *, given_data: bool) -> None:
+    """Refuses what no plan can mend: making one takes half a minute."""
+    validate_config(config)
+    validate_workdir(config, complete=False)
+    if given_data and config.train.steps:  # without data, `fit` may have another number of steps
+        check_length(config, config.train.steps)
 
 
 def seed_everything(seed: int) -> None:

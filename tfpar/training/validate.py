@@ -32,7 +32,7 @@ from tfpar.parallel.mesh import AUTO, check_beside_mesh
 from tfpar.parallel.planner.machine import parse_size
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.process.writable import unwritable_message, write_error
-from tfpar.training.duration import check_profile, total_steps
+from tfpar.training.duration import check_length, total_steps
 from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
 from tfpar.training.model.recompute import check_pattern
 from tfpar.training.model.xla import SYNCHRONISED
@@ -162,10 +162,7 @@ def validate_model(
     inputs.check_augmentation(config.input.augment, train.info.input_spec)
     if topology.name == "tpu":  # the number of its replicas, and so of the steps, is known once it is initialised
         return
-    total = total_steps(config.train, None, None, _steps_per_epoch(config, topology, train))
-    check_profile(config.monitor.profile_window(), total)
-    peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
-    schedules.build(config.schedule, peak=peak, total_steps=total)
+    check_length(config, total_steps(config.train, None, None, _steps_per_epoch(config, topology, train)))
 
 
 def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None:

@@ -11,6 +11,7 @@ import tfpar
 from tests.integration.scripts import divided
 from tfpar.cluster import rendezvous
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.inputs import from_arrays
 from tfpar.training.planning import auto
 
 import keras
@@ -76,6 +77,22 @@ def test_an_error_of_the_chief_fits_in_a_message(text):
 def test_a_model_that_is_not_known_is_asked_for():
     with pytest.raises(ConfigError, match=r"--mesh=auto counts the model before .*initialize\(config, model=build\)"):
         tfpar.initialize(config(mesh="auto"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_steps": 2}, "--warmup_steps=2 takes up all of the run's 2 steps"),
+        ({"profile_steps": "1,9"}, "--profile_steps=1,9: the run has 2 steps"),
+        ({"workdir": "/proc/new"}, "--workdir=/proc/new: /proc cannot be written to"),
+        ({"warm_start": "/gone"}, "--warm_start=/gone: no checkpoint"),
+    ],
+)
+def test_what_no_plan_can_mend_is_refused_before_one_is_made(options, message, monkeypatch):
+    monkeypatch.setattr(auto, "planned", lambda *_: pytest.fail("a plan was made"))
+    x, y = divided.data("dense")
+    with pytest.raises(ConfigError, match=message):
+        tfpar.initialize(config(mesh="auto", **options), from_arrays(x, y))
 
 
 @pytest.mark.parametrize("options", [["--mesh=auto"], ["--mesh=data:2", "--device_memory=1GiB"]])
