@@ -106,6 +106,18 @@ def parse(*arguments: str, **keywords: object) -> ExperimentConfig:
     return flags.experiment_config(values)
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [([], 0.02), (["--optimizer=muon"], 0.02), (["--optimizer=adamw"], 0.001), (["--learning_rate=0.1"], 0.1)],
+)
+def test_defaults_that_suit_one_optimizer_are_not_those_of_another(given, rate):
+    values = absl_flags.FlagValues()
+    flags.define(defaults={"optimizer": "muon", "learning_rate": 0.02, "weight_decay": 0.1}, flag_values=values)
+    values(["program", *given])
+    config = flags.experiment_config(values, preset=flags.for_optimizer("muon", "learning_rate"))
+    assert (config.optimizer.learning_rate, config.optimizer.weight_decay) == (rate, 0.1)
+
+
 def test_the_flags_that_exist() -> None:
     values = absl_flags.FlagValues()
     flags.define(flag_values=values)

@@ -6,7 +6,8 @@ tfpar launch --workers=2 -- tfpar train federated --averaging=scaffold --workdir
 tfpar train federated --client_sampling=poisson --client_clip=1 --noise_multiplier=1 --workdir=runs/private
 
 --rounds says how long the run is. --optimizer, --learning_rate and --schedule are those of the clients' steps; a step
-of the schedule is a round. --exchange is between workers, --update_codec between clients and server.
+of the schedule is a round. The default of --learning_rate suits plain SGD; with another --optimizer it is 0.001.
+--exchange is between workers, --update_codec between clients and server.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
 
 
 def main(_: list[str]) -> None:
-    config = flags.experiment_config()
+    config = flags.experiment_config(preset=flags.for_optimizer("sgd", "learning_rate", "optimizer_args"))
     catalog.check_built_in(config)
     # Here, so that --help and a wrong flag need not wait for TensorFlow.
     from tfpar.outer.federated import FederatedTrainer, check, complete

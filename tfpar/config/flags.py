@@ -108,6 +108,17 @@ def experiment_config(
     return ExperimentConfig.from_flat_dict(options)
 
 
+def for_optimizer(name: str, *options: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """A preset for a program some of whose defaults suit only its own default optimizer.
+
+    Args:
+      name: The program's default of `--optimizer`.
+      options: Names of the options whose defaults suit it; with another optimizer they are those of all programs.
+    """
+    general = ExperimentConfig().as_flat_dict()
+    return lambda values: {} if values["optimizer"] == name else {option: general[option] for option in options}
+
+
 def is_given(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> bool:
     """Whether an option was given on the command line or in a flagfile, even as 0."""
     return name in flag_values and flag_values[name].present > 0

@@ -287,7 +287,12 @@ def _summarized(population: Population, traffic: tuple[int, int], step: int) -> 
 
 def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) -> ExperimentConfig:
     """Returns a configuration of federated averaging with some options replaced."""
-    flat: dict[str, Any] = {**DEFAULTS, "model": CUSTOM, "dataset": CUSTOM} if config is None else config.as_flat_dict()
+    if config is None:  # what suits plain SGD suits no other optimizer
+        plain_sgd = options.get("optimizer", DEFAULTS["optimizer"]) == DEFAULTS["optimizer"]
+        own = DEFAULTS if plain_sgd else {"schedule": DEFAULTS["schedule"]}
+        flat: dict[str, Any] = {**own, "model": CUSTOM, "dataset": CUSTOM}
+    else:
+        flat = config.as_flat_dict()
     if isinstance(options.get("jit_compile"), bool):
         options = {**options, "jit_compile": str(options["jit_compile"]).lower()}
     return ExperimentConfig.from_flat_dict({**flat, **options})
