@@ -106,7 +106,8 @@ def backbone_inputs(backbone: keras.Model, inputs: Any, spec: tfpar.models.TaskS
     expected = backbone.input.shape[1:]
     if tf.TensorShape(expected).is_compatible_with(spec.input_shape):
         return inputs
-    if len(expected) == len(spec.input_shape) == 3 and (expected[-1], spec.input_shape[-1]) == (3, 1):
+    coloured = (*spec.input_shape[:-1], 3)
+    if spec.input_shape[-1:] == (1,) and tf.TensorShape(expected).is_compatible_with(coloured):
         return keras.ops.repeat(inputs, 3, axis=-1)  # grey as colours
     raise ConfigError(
         f"--preset: the model takes inputs of shape {tuple(expected)}, the data have {spec.input_shape}. Give images "

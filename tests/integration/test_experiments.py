@@ -296,7 +296,10 @@ def test_fine_tuning_of_a_model_by_name_and_what_is_refused(tmp_path):
     result = script("finetune", "--epochs=0", "--steps=2", "--model=mlp", "--jit_compile=false")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "training 1,290 of 50,826 parameters (2.5 %): --trainable=^head/" in result.stdout + result.stderr
+    inputs = keras.Input((32, 32, 3))  # digits are grey, which may become colours, but smaller
+    keras.Model(inputs, keras.layers.Dense(7)(keras.layers.Flatten()(inputs))).save(tmp_path / "large.keras")
     for flags, said in [
+        ([f"--preset={tmp_path}/large.keras"], "the model takes inputs of shape (32, 32, 3), the data have (8, 8, 1)."),
         (["--preset=nowhere"], "error: --preset=nowhere is neither a .keras file nor a directory"),
         (["--trainable=("], "error: --trainable='(' is not a regular expression"),
         (
