@@ -151,3 +151,42 @@ def test_evaluations_average_over_batches(made, examples, loss, replicas):
     evaluated = ours.evaluate(x, y)
     assert evaluated["loss"] == pytest.approx(plain.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)["loss"])
     assert ours.evaluate(x, y, callbacks=[keras.callbacks.Callback()]) == pytest.approx(evaluated)
+
+
+class PenaltyInTraining(layers.Layer):
+    """Adds a loss in training alone, as auxiliary losses of routers do."""
+
+    supports_masking = True
+
+    def call(self, x, training=None):
+        if training:
+            self.add_loss(10.0 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+def masked_and_penalized() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6,), dtype="int32")
+    return keras.Model(x, layers.Dense(1)(PenaltyInTraining()(layers.Embedding(9, 4, mask_zero=True)(x))))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loss_that_a_layer_adds_in_training_alone_beside_a_mask(replicas):
+    """It is not divided by the number of unmasked positions."""
+    x, y = tokens()
+    plain, ours = reference(made=masked_and_penalized), trainer(masked_and_penalized, replicas=replicas)
+    expected = plain.fit(x[:16], y[:16], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    assert_same(ours.fit(x[:16], y[:16], epochs=2).history, expected)
+    for one, other in zip(ours.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_whose_only_loss_is_added_in_training_alone():
+    def made() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        x = keras.Input((4,))
+        return keras.Model(x, PenaltyInTraining()(layers.Dense(3)(x)))
+
+    x, _ = data()
+    expected = reference(None, made=made).fit(x[:16], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    assert_same(trainer(made, loss=None).fit(x[:16], epochs=2).history, expected)

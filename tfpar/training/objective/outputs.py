@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tfpar.collectives.replicas import summing_with
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile, keras_internals
 from tfpar.parallel.weight_shards import traced_whole
@@ -24,7 +25,7 @@ class Outputs(NamedTuple):
     Attributes:
       structure: `tf.TensorSpec` of each output, with the requested number of examples.
       masked: For each output, flat: whether it carries a mask.
-      adds_losses: Returns whether the model adds losses of its own (`add_loss`, regularisers).
+      adds_losses: Returns whether the model adds losses of its own (`add_loss`, regularisers), in training or always.
       names: Names of the outputs as Keras knows them, or None.
     """
 
@@ -91,19 +92,24 @@ def _takes(model: keras.Model, input_spec: Any) -> bool:
     )
 
 
-def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str] | None) -> Outputs:
+def _traced(
+    model: keras.Model, input_spec: Any, examples: int, names: list[str] | None, *, training: bool = False
+) -> Outputs:
     found: list[Outputs] = []
 
+    def adds_losses_in_training() -> bool:
+        return not training and _traced(model, input_spec, examples, names, training=True).adds_losses()
+
     def call(params: Any, state: Any, x: Any) -> None:
-        outputs, _, losses = call_model(model, params, state, x, training=False)
+        outputs, _, losses = call_model(model, params, state, x, training=training)
         structure = keras.tree.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), outputs)
         masked = tuple(keras_internals.mask_of(part) is not None for part in keras.tree.flatten(outputs))
         adds_losses = bool(losses)
-        found.append(Outputs(structure, masked, lambda: adds_losses, names))
+        found.append(Outputs(structure, masked, lambda: adds_losses or adds_losses_in_training(), names))
 
     batch = tf.nest.map_structure(lambda spec: tf.TensorSpec([examples, *spec.shape], spec.dtype), input_spec)
     try:
-        with traced_whole(model.variables):
+        with traced_whole(model.variables), summing_with(lambda value: value):  # outside of replicas
             specs = [
                 [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
                 for variables in (model.trainable_variables, model.non_trainable_variables)
