@@ -186,6 +186,27 @@ def test_weights_with_a_short_dimension(units, monkeypatch):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2,pipeline:2"])
+def test_all_places_take_the_same_step_of_a_schedule_of_the_optimizers_own(mesh):
+    def trained(strategy: str, mesh: str = "", devices: int = 0, **options: Any) -> dict[str, np.ndarray]:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        config = {**divided.COMMON, "strategy": strategy, "mesh": mesh, "devices": devices, "steps": 4, **options}
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.3, 1, 0.3))
+        trainer = tfpar.Trainer(
+            *(divided.dense, optimizer, loss),
+            config=tfpar.ExperimentConfig.from_flat_dict(config),
+            runtime=divided.runtime_of(strategy, mesh, devices),
+        )
+        trainer.fit(*divided.data("dense"), steps=4)
+        return divided.weights_of(trainer)
+
+    expected = trained("one_device")
+    for name, value in trained("mirrored", mesh, 4, **SHARD).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_each_device_has_the_state_of_its_share():
     """Of its parts of divided weights, and the first device of whole ones too, each replica a half."""
     trainer = on("data:2,model:2", 4, steps=1, **SHARD)

@@ -67,7 +67,8 @@ class ShardedStep(TrainStep):
             update=self._update_share,
             norms=Norms(norms.l2_norm, self._joined_norm),
             wants_norm=None if self._clip_norm else wants_norm,
-            arguments=[step, lr_multiplier],
+            # Read here, once: a schedule of the optimizer's own goes on with the update of its first place.
+            arguments=[self.learning_rate(step, lr_multiplier)],
         )
         vector = self._reported(vector)
         exchanged = self._replica_clock([vector, *weights])
@@ -94,14 +95,12 @@ class ShardedStep(TrainStep):
         whole: dict[int, tf.Tensor],
         vector: tf.Tensor,
         norm: tf.Tensor,
-        step: tf.Tensor,
-        lr_multiplier: tf.Tensor,
+        rate: tf.Tensor,
     ) -> tuple[list[Tensors], dict[int, tf.Tensor]]:
         """Updates the pieces of this worker's replicas at one place, and the weights that all update. Runs once per
         worker and place."""
         share = self._share.places[place]
         factor, _ = self._factor_and_norm(vector, norm)
-        rate = self.learning_rate(step, lr_multiplier)
         new: list[Tensors] = [list(gradients) for gradients in sums]
         new_whole: dict[int, tf.Tensor] = {}
         for owner in share.replicas:
