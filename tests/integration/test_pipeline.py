@@ -91,6 +91,14 @@ def test_weights_of_both_stages_masks_and_shortcuts_cross_workers(tmp_path):
     assert_close(second, alone(**recurrent, steps=6)[0])
 
 
+def test_penalties_of_weights_of_both_stages_count_once(tmp_path):
+    """And of one that a worker does not have, nothing."""
+    options = {"model": "penalized", "steps": 6, "accumulate_steps": 2}
+    (found,) = on_workers(2, tmp_path / "out", {"mesh": "data:1,pipeline:2", **options})
+    weights, results, _ = alone(**options)
+    assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
+
+
 def test_four_workers_hold_a_pipeline(tmp_path):
     """State in every stage, shortcuts past stages, losses of layers, a layer on two workers, several outputs whose
     losses are divided by different numbers."""

@@ -157,6 +157,18 @@ def test_what_leaves_the_devices_has_all_positions():
     assert [layouts[id(block)][1].edges for block in blocks] == [(True, False), (False, True), (True, True)]
 
 
+@pytest.mark.parametrize("options", [{}, {"lora": "2:."}], ids=["kernels", "adapters"])
+def test_penalties_of_weights(options):
+    """Those of all parts, once, in gradients and losses; of adapters, too, whose gradients devices add up."""
+    options = {"model": "penalized", "steps": 6, "learning_rate": 0.1, **options}
+    trainer = divided.here("mirrored", "model:2", 2, **options)
+    expected = divided.here(**options)
+    for name, value in divided.weights_of(expected).items():
+        np.testing.assert_allclose(divided.weights_of(trainer)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    for name in ("train_loss", "eval"):
+        assert trainer.results[name] == pytest.approx(expected.results[name], rel=1e-4)
+
+
 def test_dropout_of_positions_draws_for_each_device():
     spec = TaskSpec("language_model", (8,), "int32", 32)
     model = models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.1)

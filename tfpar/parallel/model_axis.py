@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from tfpar.collectives.group import Capabilities, Group
 from tfpar.collectives.tensorflow import device_group
+from tfpar.parallel.division import Split
 from tfpar.parallel.replica import static_replica_id
 
 import tensorflow as tf
@@ -258,6 +259,16 @@ class Place:
                 return upstream[..., start : start + width]
 
             return outputs[..., : outputs.shape[-1] - padding] if padding else outputs, backward
+
+        return operator(x)
+
+    def join(self, x: tf.Tensor, split: Split) -> tf.Tensor:
+        """Returns the whole of what is divided; each device takes its part of the gradient, which all devices have."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            whole = split.joined_tensor(tf.unstack(self.collect(x)))
+            return whole, lambda upstream: split.part_tensors(upstream)[self.rank]
 
         return operator(x)
 

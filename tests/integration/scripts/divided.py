@@ -225,6 +225,17 @@ def shared_layer() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3)(shared(x)))
 
 
+def penalized() -> keras.Model:
+    """Penalties of weights: of a layer on two stages, and one that is no sum over elements."""
+    regularizers = keras.regularizers
+    x = inputs = keras.Input((12,))
+    shared = keras.layers.Dense(64, "tanh", name="shared", kernel_regularizer=regularizers.L2(1e-2))
+    x = shared(keras.layers.Dense(64, "tanh", kernel_regularizer=regularizers.OrthogonalRegularizer(1e-3))(x))
+    x = keras.layers.Dense(64, "tanh")(x)
+    x = keras.layers.Dense(64, "tanh", kernel_regularizer=regularizers.L1L2(1e-3, 1e-3))(x)
+    return keras.Model(inputs, keras.layers.Dense(3, bias_regularizer=regularizers.L1(1e-3))(shared(x)))
+
+
 def shared_statistics() -> keras.Model:
     """Batch statistics on two stages."""
     x = inputs = keras.Input((12,))
@@ -239,6 +250,7 @@ MODELS = {
     "shared_statistics": shared_statistics,
     "constrained": constrained,
     "shared_layer": shared_layer,
+    "penalized": penalized,
     "batch_statistics": batch_statistics,
     "synchronised": functools.partial(batch_statistics, synchronized=True),
     "attention": attention,

@@ -18,6 +18,7 @@ from tfpar.optim import keras_internals
 from tfpar.parallel import weight_shards
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import split_of
+from tfpar.training.model.penalties import losses_of
 
 import keras
 import tensorflow as tf
@@ -167,7 +168,7 @@ def call_and_then(
         scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
-        losses = list(model.losses)
+        losses = losses_of(model, scope)
         result = follow(outputs)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]
     new_state = [_outside(scope, variable, value) for variable, value in zip(others, state, strict=True)]
