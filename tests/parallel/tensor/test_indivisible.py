@@ -14,7 +14,9 @@ from tfpar.training.tensor_parallel.model import divide_layers
 
 import keras
 import pytest
+import tensorflow as tf
 
+layers = keras.layers
 
 @pytest.mark.parametrize(
     ("model", "size", "rules", "message"),
@@ -102,3 +104,35 @@ def test_weights_that_cannot_be_cut_at_all():
     x = keras.layers.MultiHeadAttention(4, 4, kernel_constraint="max_norm")(tokens, tokens)
     with pytest.raises(ConfigError, match=r"has weights that cannot be cut: a constraint.*No size of the model axis"):
         find_layout(keras.Model(tokens, x), 2, {"attention": "heads"})
+
+
+def normalized(x):
+    return tf.nn.l2_normalize(x, -1)
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "is_pair"),
+    [
+        (lambda: layers.Dense(64, "relu"), [], True),
+        (lambda: layers.Dense(64, lambda x: keras.activations.gelu(x, approximate=True)), [], True),
+        (lambda: layers.Dense(64, layers.LeakyReLU(0.1)), [], True),
+        (lambda: layers.Dense(64), [lambda: layers.Activation(lambda x: x * tf.sigmoid(x))], True),
+        (lambda: layers.Dense(64), [lambda: layers.Dropout(0.5)], True),
+        (lambda: layers.Dense(64, "softmax"), [], False),
+        (lambda: layers.Dense(64, layers.Softmax()), [], False),
+        (lambda: layers.Dense(64, normalized), [], False),
+        (lambda: layers.Dense(64, activity_regularizer="l2"), [], False),
+        (lambda: layers.Dense(64), [lambda: layers.Activation(normalized)], False),
+        (lambda: layers.Dense(64), [lambda: layers.Activation("relu", activity_regularizer="l2")], False),
+        (lambda: layers.Dense(64), [lambda: layers.Dropout(0.5, noise_shape=(None, 1))], False),
+    ],
+)
+def test_what_needs_all_units_is_not_between_a_pair(first, between, is_pair):
+    """A function, a regularizer or a mask that several units share."""
+    model = keras.Sequential(
+        [keras.Input((12,)), first(), *(make() for make in between), layers.Dense(8), layers.Dense(512, name="large")]
+    )
+    assert (id(model.layers[0]) in find_layout(model, 2)) == is_pair
+    if not is_pair and not between:
+        with pytest.raises(ConfigError, match=r"layout.* cannot be divided in this way over 2 devices"):
+            find_layout(model, 2, {model.layers[0].path: "column"})

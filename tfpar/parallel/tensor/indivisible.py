@@ -72,7 +72,7 @@ class Indivisible:
             return self.obstacle
         wrong = [count for count in self.counts if count.number % self.size]
         if not wrong:
-            return "weights that cannot be cut: a constraint, an adapter, or an activation over all outputs"
+            return "weights that cannot be cut: a constraint, quantised values, or a function of all outputs"
         heads = {count.number for count in self.counts if count.noun == "heads"}
         texts: dict[str, list[str]] = {}
         for count in wrong:

@@ -21,14 +21,13 @@ from tfpar.parallel.tensor.ways import (
     COLUMN,
     GATHER,
     HEADS,
-    OVER_OUTPUTS,
     OWN_NUMBERS,
     ROW,
     VOCABULARY,
     WAYS,
     WHOLE,
     Layouts,
-    activation_of,
+    acts_on_each_output,
     can_gather,
     layout_of,
     weight_of,
@@ -322,4 +321,8 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
 
 
 def _elementwise(layer: keras.layers.Layer) -> bool:
-    return not isinstance(layer, keras.layers.Activation) or activation_of(layer) not in OVER_OUTPUTS
+    if isinstance(layer, keras.layers.Dropout):
+        return layer.noise_shape is None  # otherwise several units share a mask
+    if layer.activity_regularizer is not None:
+        return False
+    return not isinstance(layer, keras.layers.Activation) or acts_on_each_output(layer.activation)

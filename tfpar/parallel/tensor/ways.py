@@ -13,18 +13,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tfpar.parallel.division import Split
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
 OWN_NUMBERS = "own_numbers"  # dropout on divided values: devices must not draw the same mask for different units
 POSITIONS = "positions"  # a block, see `positions.py`
 
-# Activations that combine several outputs.
-OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
+# Keras' activations that combine several outputs; all others act on each output by itself.
+_OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
+_OF_KERAS = {id(function): name for name, function in vars(keras.activations).items() if callable(function)}
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
@@ -113,7 +117,8 @@ def _with_adapters(layer: keras.layers.Layer, layout: LayerLayout) -> LayerLayou
 
 
 def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
-    if not _is_linear(layer) or activation_of(layer) in OVER_OUTPUTS:
+    # A regularizer of outputs would see a part of them.
+    if not _is_linear(layer) or layer.activity_regularizer is not None or not acts_on_each_output(layer.activation):
         return None
     return _output_splits(layer, size, groups)
 
@@ -186,9 +191,22 @@ def _is_special(layer: keras.layers.Layer) -> bool:
     return bool(getattr(layer, "quantization_mode", None)) or constrained
 
 
-def activation_of(layer: keras.layers.Layer) -> str:
-    """Returns the name of a layer's activation."""
-    return getattr(layer.activation, "__name__", type(layer.activation).__name__)
+def acts_on_each_output(activation: Callable[[Any], Any] | None) -> bool:
+    """Whether an activation computes each output from its own input alone: known of Keras' functions; others, such as
+    a lambda or a layer, are tried on numbers."""
+    if activation is None or id(activation) in _OF_KERAS:
+        return activation is None or _OF_KERAS[id(activation)] not in _OVER_OUTPUTS
+    inputs = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            whole, *parts = (
+                tf.cast(activation(tf.constant(inputs[:, units])), tf.float32).numpy()
+                for units in (slice(None), slice(3), slice(3, None))
+            )
+    except Exception:  # of a function of the user's, or of a layer with a weight for each output
+        return False
+    joined = np.concatenate(parts, axis=-1)
+    return whole.shape == inputs.shape == joined.shape and np.allclose(whole, joined, rtol=1e-2, atol=1e-3)
 
 
 def _equation(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
