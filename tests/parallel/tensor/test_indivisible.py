@@ -136,3 +136,26 @@ def test_what_needs_all_units_is_not_between_a_pair(first, between, is_pair):
     if not is_pair and not between:
         with pytest.raises(ConfigError, match=r"layout.* cannot be divided in this way over 2 devices"):
             find_layout(model, 2, {model.layers[0].path: "column"})
+
+
+class OwnCell(layers.Layer):
+    """A recurrent cell of Dense layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.state_size, self.dense = 64, layers.Dense(64)
+
+    def build(self, shape):
+        self.dense.build((None, shape[-1] + 64))
+
+    def call(self, x, states):
+        output = self.dense(keras.ops.concatenate([x, states[0]], axis=-1))
+        return output, [output]
+
+
+def test_layers_that_run_in_a_loop_stay_whole():
+    """Devices that communicate in a loop would wait for each other forever."""
+    x = inputs = keras.Input((8, 16))
+    x = layers.RNN(OwnCell())(x)
+    model = keras.Model(inputs, layers.Dense(64, name="last")(x))
+    assert [layer.name for layer, _ in find_layout(model, 2).values()] == ["last"]

@@ -87,7 +87,8 @@ class Finder:
     """Finds the layouts of layers.
 
     Attributes:
-      layers: All layers of the model.
+      layers: All layers of the model that can be divided: without those that recurrent layers call in a loop, in which
+        devices cannot communicate (TensorFlow 2.21: they wait for each other forever).
       size: Number of devices on the model axis.
       found: The layouts found so far.
       groups: Groups of `id`s of layers that can only be divided together.
@@ -95,7 +96,7 @@ class Finder:
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
-        self.layers = keras_internals.all_layers(model)
+        self.layers = _outside_of_loops(keras_internals.all_layers(model))
         self.found: Layouts = {}
         self.groups: list[list[int]] = []
         self.indivisible: list[Indivisible] = []
@@ -264,6 +265,12 @@ def find_indivisible(model: keras.Model, size: int, rules: Mapping[str, str] | N
     finder.take_rules(rules or {})
     finder.look(model)
     return finder.indivisible
+
+
+def _outside_of_loops(layers: Sequence[keras.layers.Layer]) -> list[keras.layers.Layer]:
+    recurrent = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
+    called = {id(each) for layer in recurrent for each in keras_internals.all_layers(layer, include_self=False)}
+    return [layer for layer in layers if id(layer) not in called]
 
 
 def _path(layer: keras.layers.Layer) -> str:
