@@ -169,6 +169,28 @@ def test_penalties_of_weights(options):
         assert trainer.results[name] == pytest.approx(expected.results[name], rel=1e-4)
 
 
+def attention_with_scores(axes: tuple[int, ...] | None = None) -> keras.Model:
+    x = inputs = keras.Input((divided.POSITIONS,), dtype="int32")
+    x = keras.layers.Embedding(divided.VOCABULARY, 32)(x)
+    x = keras.layers.Reshape((2, divided.POSITIONS // 2, 32))(x) if axes else x
+    attention = keras.layers.MultiHeadAttention(4, 8, attention_axes=axes, name="attention")
+    x, scores = attention(x, x, return_attention_scores=True)
+    x = keras.layers.Reshape((divided.POSITIONS, 32))(x)
+    scores = keras.layers.Reshape((divided.POSITIONS, -1))(keras.ops.square(scores))
+    return keras.Model(inputs, keras.layers.Dense(divided.VOCABULARY)(keras.layers.Concatenate()([x, scores])))
+
+
+def test_attention_returns_the_scores_of_all_heads(monkeypatch):
+    monkeypatch.setitem(divided.MODELS, "attention", attention_with_scores)
+    options = {"model": "attention", "steps": 6, "eval_batch_size": 12}
+    expected = divided.weights_of(divided.here(**options))
+    for name, value in divided.weights_of(divided.here("mirrored", "model:2", 2, **options)).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    monkeypatch.setitem(divided.MODELS, "attention", functools.partial(attention_with_scores, (2,)))
+    with pytest.raises(ConfigError, match=r"'?attention'? returns its scores, of shape .*'attention': 'whole'"):
+        divided.here("mirrored", "model:2", 2, **options)
+
+
 def test_dropout_of_positions_draws_for_each_device():
     spec = TaskSpec("language_model", (8,), "int32", 32)
     model = models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.1)

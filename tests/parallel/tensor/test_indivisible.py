@@ -18,6 +18,7 @@ import tensorflow as tf
 
 layers = keras.layers
 
+
 @pytest.mark.parametrize(
     ("model", "size", "rules", "message"),
     [

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import model_split_of
 from tfpar.parallel.tensor.attention import ATTENDED, with_own_heads
@@ -31,6 +33,7 @@ from keras import ops
 # Turns a device's part of the outputs into the layer's result.
 Finish = Callable[[DividedLogits], Any]
 _SHIFT = 0x9E3779B1  # an odd number far from small ones
+_SCORES = 4  # number of dims of the scores of attention over one axis: example, head, query, key
 
 
 def divide_calls(layouts: Layouts, heads: Collection[int] = ()) -> None:
@@ -183,7 +186,18 @@ def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kw
         if name in bound.arguments:  # with cross-attention, T5Gemma's `inputs` are two tensors
             bound.arguments[name] = keras.tree.map_structure(enter, bound.arguments[name])
     with with_own_heads(layer, place.size):
-        return plain(*bound.args, **bound.kwargs)
+        outputs = plain(*bound.args, **bound.kwargs)
+    return _with_all_scores(place, layer, *outputs) if bound.arguments.get("return_attention_scores") else outputs
+
+
+def _with_all_scores(place: Place, layer: Any, outputs: Any, scores: Any) -> tuple[Any, Any]:
+    """The outputs of attention, and the scores of all heads."""
+    if scores.shape.rank != _SCORES:
+        raise ConfigError(
+            f"--mesh: {layer.path} returns its scores, of shape {scores.shape}, whose heads are divided over devices. "
+            f"Keep it whole, with layout={{{layer.path!r}: 'whole'}}."
+        )
+    return outputs, place.join(scores, Split(1, place.size))
 
 
 def _vocabulary(
