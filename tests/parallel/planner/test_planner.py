@@ -100,6 +100,25 @@ def test_shards_cost_what_they_send():
     assert exchange("weights", 2) == pytest.approx(6 * 8 * (1e-3 + 0.75 * 4e6 / 1e9))
 
 
+def test_shards_of_gradients_are_summed_within_a_worker_after_every_micro_batch():
+    """Over its replicas, and over the devices that divide a replica."""
+    link = Link(1e-3, 1e9)
+    for machine in (on(4, within=link), on(4, within=link, worker_flops=1e12, memory_bandwidth=1e9)):
+
+        def time(shard: str, micro_batches: int, machine: Machine = machine) -> StepTime:
+            asked = plan(data=2, model=2, shard=shard, micro_batches=micro_batches)
+            return predict_plan(question(machine), asked).time
+
+        activations = time("optimizer", 4).sums - time("optimizer", 2).sums
+        for part, more in (("exchange", 0.0), ("sums", activations)):
+            once, twice, four = (
+                getattr(time(*case), part) for case in (("optimizer", 2), ("gradients", 2), ("gradients", 4))
+            )
+            own = twice - once  # of one more micro-batch
+            assert own > 0
+            assert four - twice == pytest.approx(2 * own + more)
+
+
 def test_parts_and_stages_exchange_their_own():
     """All of a worker's parts are the whole model again; a worker with a stage of two exchanges half."""
     machine = on(2, 2, between=Link(0.0, 1e8))

@@ -9,8 +9,9 @@ worker share cores, a step takes at least the time of all their work at the rate
 Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
 assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
 the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
-twice for every micro-batch, and their gradients scattered. The gradients of micro-batches are added up. The optimizer
-reads gradients once, and reads and writes weights and state once, at the rate of updates.
+twice for every micro-batch, and their gradients scattered. With sharded gradients, the devices of a worker and of the
+model axis sum those of every micro-batch. The gradients of micro-batches are added up. The optimizer reads gradients
+once, and reads and writes weights and state once, at the rate of updates.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def step_time(
         crowded = processor * passes * mesh.model * machine.sharing / mesh.devices_of_replica / machine.cores
     else:
         crowded = sum(work) * passes * mesh.model * machine.crowding / mesh.devices_of_replica
-    # Once per step, the devices of the model axis sum the gradients of each whole weight.
-    agreeing = sum(ring(_trainable(each, divided=False), mesh.model) for each in replica.weights)
+    # The devices of the model axis sum the gradients of each whole weight.
+    agreeing = _sent(plan) * sum(ring(_trainable(each, divided=False), mesh.model) for each in replica.weights)
     compute = max(passes * work[slowest], crowded)
     return StepTime(
         compute=compute,
@@ -156,6 +157,7 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
         seconds = 3 * (of_worker - 1) * fullest * mesh.devices_of_replica / machine.rates.adding
     else:
         seconds = _ring(fullest, of_worker, machine.within, machine)
+    seconds *= _sent(plan)
     if workers == 1:
         return seconds
     # Parts of a replica on one worker, each once.
@@ -172,6 +174,11 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     # Sharded gradients go to their owners after every micro-batch; the sums come back once.
     times = (plan.micro_batches + 1) / 2 if plan.shard == "gradients" else 1
     return seconds + exchanged * times / exchange.every
+
+
+def _sent(plan: Plan) -> int:
+    """Returns how often gradients leave their device in a step: after every micro-batch, or once."""
+    return plan.micro_batches if plan.shard == "gradients" else 1
 
 
 def _gathering(replica: Replica, plan: Plan, machine: Machine) -> float:
