@@ -169,6 +169,17 @@ def test_penalties_of_weights(options):
         assert trainer.results[name] == pytest.approx(expected.results[name], rel=1e-4)
 
 
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"shard": "weights", "mesh": "data:2,model:2"}])
+def test_losses_that_are_divided_by_different_numbers(options):
+    """Which are counted before the backward pass; devices that communicate meanwhile must not do so in a loop."""
+    given = {"mesh": "model:2", "model": "own_mask", "steps": 6, **options}
+    trainer = divided.here("mirrored", given.pop("mesh"), 4 if "shard" in options else 2, **given)
+    expected = divided.here(model="own_mask", steps=6)
+    for name, value in divided.weights_of(expected).items():
+        np.testing.assert_allclose(divided.weights_of(trainer)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert trainer.results["eval"] == pytest.approx(expected.results["eval"], rel=1e-4)
+
+
 def attention_with_scores(axes: tuple[int, ...] | None = None) -> keras.Model:
     x = inputs = keras.Input((divided.POSITIONS,), dtype="int32")
     x = keras.layers.Embedding(divided.VOCABULARY, 32)(x)

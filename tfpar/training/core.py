@@ -304,15 +304,22 @@ class Core:
           state: As for `loss_and_grads`; not changed.
           batch: `(x, y, weight)` with a leading micro-batch axis, as for `accumulate`.
         """
-        terms = self.objective.totals.terms
+        terms, micro_batches = self.objective.totals.terms, batch[2].shape[0]
 
-        def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def added(index: Any, total: tf.Tensor) -> tf.Tensor:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
             sums = self.objective(params, state, micro_batch, training=False)
-            return index + 1, total + tf.stack([sums.count, *sums.metrics[1 : 2 * terms : 2]])
+            return total + tf.stack([sums.count, *sums.metrics[1 : 2 * terms : 2]])
 
+        total = tf.zeros([1 + terms])
+        if self.unrolls:
+            for index in range(micro_batches):
+                total = added(index, total)
+            return total
         _, total = tf.while_loop(
-            lambda index, _: index < batch[2].shape[0], body, (tf.constant(0), tf.zeros([1 + terms]))
+            lambda index, _: index < micro_batches,
+            lambda index, total: (index + 1, added(index, total)),
+            (tf.constant(0), total),
         )
         return total
 
