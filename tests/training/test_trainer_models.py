@@ -66,6 +66,26 @@ def test_a_model_built_under_the_strategy_is_taken_as_it_is():
     assert trainer_of(inside, runtime=runtime, strategy="mirrored", devices=2).model is inside
 
 
+def with_layer_as_activation(*, called: bool) -> keras.Model:
+    x = keras.Input((6,))
+    made = keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Dense(4, keras.layers.PReLU(), name="first")(x)))
+    if called:
+        made(np.zeros((1, 6), np.float32))
+    return made
+
+
+def test_a_layer_as_activation_must_have_its_weights():
+    """Keras makes them when the model is called first, which the step, traced with the others, cannot."""
+    with pytest.raises(ConfigError, match=r"'first' .* a PReLU, as its activation, .* or call the model"):
+        trainer_of(lambda: with_layer_as_activation(called=False))
+    trainer = trainer_of(lambda: with_layer_as_activation(called=True))
+    before = [variable.numpy() for variable in trainer.model.trainable_variables]
+    assert len(before) == 5
+    trainer.fit(source(), steps=2)
+    for old, new in zip(before, trainer.model.trainable_variables, strict=True):
+        assert not np.array_equal(old, new.numpy()), new.path
+
+
 @pytest.mark.parametrize(
     ("builder", "message"),
     [

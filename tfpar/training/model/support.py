@@ -26,8 +26,8 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
       synchronous: Whether replicas take steps together; not with parameter servers.
 
     Raises:
-      ConfigError: A stateful layer, an overridden training loop, no trainable weights; with parameter servers, weights
-        that a forward pass assigns. The message says what to do.
+      ConfigError: A stateful layer, an overridden training loop, no trainable weights, or a layer without its weights;
+        with parameter servers, weights that a forward pass assigns. The message says what to do.
     """
     if not model.weights:  # even if a subclassed model without its own `build` is marked as built
         raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
@@ -43,6 +43,7 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
             "of the batch, and here the order of examples and the number of replicas decide which example a row "
             f"holds. Set stateful=False and give whole sequences. Or: {_PLAIN_FIT}, with batches in your own order."
         )
+    _check_all_are_built(model)
     if any(map(keras_internals.is_rematerialized, keras_internals.all_layers(model))):
         raise ConfigError(
             f"model {model.name!r} has layers made in a keras.RematScope. On TensorFlow, Keras 3.15 gives their "
@@ -64,6 +65,21 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
     ):
         if owner := overriding_class(model, name):
             _log.warning("model %s: %s overrides %s, which is not called: %s", model.name, owner, name, remedy)
+
+
+def _check_all_are_built(model: keras.Model) -> None:
+    """Refuses weights that do not exist yet: Keras (3.15) builds a layer that is the activation of another one when the
+    model is called for the first time, and the step has the weights that the model has before."""
+    for layer in keras_internals.all_layers(model):
+        activation = getattr(layer, "activation", None)
+        if not isinstance(activation, keras.layers.Layer) or activation.built:
+            continue
+        if type(activation).build is not keras.layers.Layer.build:
+            raise ConfigError(
+                f"the layer {layer.name!r} of model {model.name!r} has the layer {activation.name!r}, a "
+                f"{type(activation).__name__}, as its activation, which is not built before the model is called. Put "
+                "it behind that layer instead, or call the model on a batch (of zeros) first."
+            )
 
 
 def _check_weights_stay(model: keras.Model) -> None:
