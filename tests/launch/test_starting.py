@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 from tests.launch.actors import ROOT, SCRIPTS, Actors, lines_of
+from tfpar.config import ConfigError
 from tfpar.launch import cli as launch
 from tfpar.launch import gpu_slots
 from tfpar.process.exit_codes import SHARED_GPUS
@@ -102,3 +105,13 @@ def test_share_gpus_with_others() -> None:
 @pytest.mark.parametrize(("value", "expected"), [("", []), ("-1", []), ("0,1", ["0", "1"]), ("2,-1,3", ["2"])])
 def test_visible_gpus(value: str, expected: list[str]) -> None:
     assert gpu_slots.visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == expected
+
+
+def test_a_driver_that_does_not_answer(monkeypatch):
+    def silent(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", silent)
+    with pytest.raises(ConfigError, match=r"nvidia-smi has not answered .* CUDA_VISIBLE_DEVICES \(-1: none\)"):
+        gpu_slots.visible_gpus({})

@@ -388,9 +388,9 @@ def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
       program: How a user calls it.
     """
     options = parse(sys.argv[1:] if argv is None else argv, program)
-    if options.hosts is None:
-        return run(options)
     try:
+        if options.hosts is None:
+            return run(options)
         print(hosts.text(hosts.read(options.hosts), options.command))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from tfpar.config import ConfigError
+
 NO_GPU = "-1"  # the value of CUDA_VISIBLE_DEVICES that hides all GPUs
 TRUSTED_S = 600.0  # a start that ran this long has shown that every slot works
 
@@ -80,14 +82,24 @@ def _renumbered(gone: int, workers: int) -> str:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that TensorFlow would see, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that TensorFlow would see, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises:
+      ConfigError: The driver does not answer.
+    """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",") if name.strip()]
         return names[: names.index(NO_GPU)] if NO_GPU in names else names
     if not shutil.which("nvidia-smi"):
         return []
-    listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            "nvidia-smi has not answered for 60 seconds, so the GPUs of this machine are not known. Name those to use "
+            "in CUDA_VISIBLE_DEVICES (-1: none), or look after the driver."
+        ) from error
     return [str(index) for index in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
 
 

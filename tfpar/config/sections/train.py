@@ -137,7 +137,7 @@ class TrainConfig(ConfigBase):
         minimum=0,
         may_change_on_resume=True,
     )
-    seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0)
+    seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0, maximum=2**62 - 1)
     deterministic: bool = option(
         False, "Use deterministic kernels only, so that a repeated run gives the same bits.", may_change_on_resume=True
     )
