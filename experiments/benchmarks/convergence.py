@@ -19,7 +19,7 @@ from typing import Any
 
 import tfpar
 from tfpar import inputs, models
-from tfpar.config import ExperimentConfig, flags
+from tfpar.config import ConfigError, ExperimentConfig, flags
 from tfpar.doctor import describe_machine
 
 import keras
@@ -139,6 +139,8 @@ def table(results: dict[Run, dict[str, float]], tasks: Sequence[str], specs: Seq
 
 
 def main(_: list[str]) -> None:
+    if unknown := [name for name in ONLY.value if name not in TASKS]:
+        raise ConfigError(f"--tasks={','.join(unknown)}: choose from {', '.join(TASKS)}.")
     path = pathlib.Path(OUTPUT.value)
     runs = [(task, spec, seed) for task in ONLY.value for seed in range(SEEDS.value) for spec in EXCHANGES.value]
     while missing := [run for run in runs if run not in done(path)]:

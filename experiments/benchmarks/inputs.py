@@ -35,13 +35,16 @@ ONLY = absl_flags.DEFINE_string("only", "", "Measure the rows whose names contai
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
+    chosen = [workload for workload in workloads() if ONLY.value in workload.name]
+    if not chosen:
+        names = "; ".join(workload.name for workload in workloads())
+        raise tfpar.ConfigError(f"--only={ONLY.value}: no row has this in its name. Rows: {names}.")
     runtime = tfpar.initialize(config)
     print(describe_machine())
     print(f"\n{'':32}{'one tensor':>12}{'pipeline':>12}{'ratio':>8}{'input wait':>12}{'pipeline alone':>18}")
-    for workload in workloads():
-        if ONLY.value in workload.name:
-            with tempfile.TemporaryDirectory() as folder:
-                measure(workload, Path(folder), config, runtime)
+    for workload in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(workload, Path(folder), config, runtime)
 
 
 def measure(workload: Workload, folder: Path, config: ExperimentConfig, runtime: tfpar.Runtime) -> None:

@@ -114,6 +114,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
+    chosen = [workload for workload in WORKLOADS if workload.startswith(ONLY.value)]
+    if not chosen:
+        raise tfpar.ConfigError(f"--only={ONLY.value}: no workload has this name; there are: {'; '.join(WORKLOADS)}.")
     runtime = tfpar.initialize(config)
     print(describe_machine())
     print(
@@ -122,9 +125,7 @@ def main(_: list[str]) -> None:
         "within rounds\n"
     )
     print(f"{'':30}{'hand-written':>14}{'fit':>10}{'tfpar':>10}{'/ hand-written':>22}{'/ fit':>22}")
-    for workload in WORKLOADS:
-        if ONLY.value and not workload.startswith(ONLY.value):
-            continue
+    for workload in chosen:
         keras.utils.clear_session(free_memory=True)
         times = take_turns(contenders(workload, config, runtime), ROUNDS.value, SECONDS.value)[0]
         row = "".join(
