@@ -319,3 +319,13 @@ def test_an_error_says_how_its_flags_are_written_in_python():
     assert "--stop_after" in str(caught.value)
     assert caught.value.__notes__ == ["In Python, options are keyword arguments: tfpar.Trainer(stop_after=...)."]
     assert not hasattr(ConfigError("tfds build NAME --file_format=array_record"), "__notes__")
+
+
+def test_an_unknown_option_of_a_program_gets_the_suggestions_of_that_program():
+    with pytest.raises(ConfigError, match=r"option='client' is not known\. Did you mean 'clients'"):
+        ExperimentConfig.from_flat_dict({"client": 3}, program="federated")
+    with pytest.raises(ConfigError, match=r"option='env_step' is not known\. Did you mean 'env_steps'"):
+        ExperimentConfig.from_flat_dict({"env_step": 3, "env": "CartPole-v1"})
+    with pytest.raises(ConfigError, match="is not known") as caught:
+        ExperimentConfig.from_flat_dict({"client": 3})
+    assert "clients" not in str(caught.value)

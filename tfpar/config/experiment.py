@@ -134,8 +134,12 @@ class ExperimentConfig:
         return min(examples, self.train.eval_steps * self.eval_batch_size) if self.train.eval_steps else examples
 
     @classmethod
-    def from_flat_dict(cls, options: Mapping[str, Any]) -> ExperimentConfig:
+    def from_flat_dict(cls, options: Mapping[str, Any], *, program: str = "") -> ExperimentConfig:
         """The configuration with these options by flag name, and everything else at its default.
+
+        Args:
+          options: Values by name. Options of any program are accepted.
+          program: The section of `PROGRAM_SECTIONS` whose options an error suggests too.
 
         Raises:
           ConfigError: An option that does not exist, with suggestions, or an invalid value.
@@ -148,5 +152,7 @@ class ExperimentConfig:
             if given or section in SECTIONS:
                 sections[section] = kind(**given)
         if remaining:
-            raise unknown_name("option", next(iter(remaining)), (field.name for field in option_fields()))
+            taken = [kind for name, kind in (SECTIONS | PROGRAM_SECTIONS).items() if name in (*sections, program)]
+            known = (field.name for kind in taken for field in dataclasses.fields(kind))
+            raise unknown_name("option", next(iter(remaining)), known)
         return cls(**sections)

@@ -295,7 +295,7 @@ def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) ->
         flat = config.as_flat_dict()
     if isinstance(options.get("jit_compile"), bool):
         options = {**options, "jit_compile": str(options["jit_compile"]).lower()}
-    return ExperimentConfig.from_flat_dict({**flat, **options})
+    return ExperimentConfig.from_flat_dict({**flat, **options}, program="federated")
 
 
 def reads_whole_batches(program: Program) -> bool:
