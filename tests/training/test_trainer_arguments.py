@@ -76,6 +76,19 @@ def test_an_unknown_option_is_refused_with_suggestions():
         trainer_of(clipnorm=1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clients": 200}, r"clients=200 is an option of tfpar\.outer\.federated\.FederatedTrainer"),
+        ({"method": "ewc"}, r"method='ewc' is an option of tfpar\.incremental\.IncrementalLearner"),
+        ({"env_steps": 5}, r"env_steps=5 is an option of tfpar\.rl\.ReinforcementTrainer"),
+    ],
+)
+def test_options_that_only_another_program_uses_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(**options)
+
+
 def test_the_runtime_by_its_old_name():
     runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
     with pytest.warns(DeprecationWarning, match=r"Trainer\(layout=...\) is deprecated; use runtime="):

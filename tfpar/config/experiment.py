@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from tfpar.config.errors import OPTION_NAMES, unknown_name
+from tfpar.config.errors import OPTION_NAMES, ConfigError, unknown_name
 from tfpar.config.fields import ConfigBase
 from tfpar.config.sections import (
     CUSTOM,
@@ -48,6 +48,12 @@ PROGRAM_SECTIONS: dict[str, type[ConfigBase]] = {
     "federated": FederatedConfig,
     "incremental": IncrementalConfig,
     "reinforcement": ReinforcementConfig,
+}
+# What takes their options in Python.
+_TRAINERS = {
+    "federated": "tfpar.outer.federated.FederatedTrainer",
+    "incremental": "tfpar.incremental.IncrementalLearner",
+    "reinforcement": "tfpar.rl.ReinforcementTrainer",
 }
 
 
@@ -156,3 +162,24 @@ class ExperimentConfig:
             known = (field.name for kind in taken for field in dataclasses.fields(kind))
             raise unknown_name("option", next(iter(remaining)), known)
         return cls(**sections)
+
+
+def refuse_program_options(options: Mapping[str, Any], config: ExperimentConfig | None) -> None:
+    """Refuses options of one program in a `Trainer`, which would ignore them.
+
+    Args:
+      options: Values by name.
+      config: The configuration beside them; it has the section of a program under which the `Trainer` works.
+
+    Raises:
+      ConfigError: The first such option, and what takes it.
+    """
+    for section, trainer in _TRAINERS.items():
+        if config is not None and getattr(config, section) is not None:
+            continue
+        for field in dataclasses.fields(PROGRAM_SECTIONS[section]):
+            if field.name in options:
+                raise ConfigError(
+                    f"{field.name}={options[field.name]!r} is an option of {trainer}, and tfpar.Trainer does not use "
+                    "it. Leave it out, or use the other."
+                )

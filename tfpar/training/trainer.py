@@ -12,6 +12,7 @@ from tfpar import inputs, precision
 from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, TrainerOptions
+from tfpar.config.experiment import refuse_program_options
 from tfpar.exchange import Exchange
 from tfpar.optim import keras_compile
 from tfpar.parallel import strategies
@@ -373,6 +374,7 @@ def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:
 
 def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], optimizer: Any) -> ExperimentConfig:
     """The configuration with single options replaced, and what an optimizer argument implies."""
+    refuse_program_options(options, config)
     flat = (config or ExperimentConfig()).as_flat_dict()
     if config is None:  # the defaults would record names that were never used
         flat |= {"model": CUSTOM, "dataset": CUSTOM, "precision": precision.of_process()}
