@@ -63,6 +63,12 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
         trained(mesh="data:2", device_memory=TOO_LITTLE_FOR_A_REPLICA)
 
 
+def test_weights_that_are_not_decayed_are_those_of_the_model():
+    """Not of the weight with which the optimizer is counted and timed, a kernel."""
+    options = config(mesh="auto", device_memory="1GiB", weight_decay=0.1, weight_decay_exclude="kernel")
+    assert auto.planned(options, auto.Subject(build=divided.dense))["mesh"]
+
+
 @pytest.mark.parametrize(
     "text", ["no plan fits", "x" * 9000, "größer " * 500, "\n\t\x01" * 2000, "\N{OLD ITALIC LETTER A}" * 9000]
 )

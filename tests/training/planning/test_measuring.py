@@ -37,7 +37,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(measuring, "_step", lambda model, way: way)
     monkeypatch.setattr(measuring, "_timed", took)
     monkeypatch.setattr(measuring, "_kept_by", lambda step: 1000)
-    monkeypatch.setattr(measuring, "_memory_rates", lambda optimizer, ways: (dict.fromkeys(ways, 1e9), 2e9))
+    monkeypatch.setattr(measuring, "_memory_rates", lambda optimizer, model, ways: (dict.fromkeys(ways, 1e9), 2e9))
     return calls, each
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from tfpar import precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls
-from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS
+from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS, build_for_some
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.process.cores import cores
@@ -167,7 +167,7 @@ def _facts(
         measured = measured or assumed(config.precision.precision)
     created = spec.create(config)
     probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
-    created.build([probe])
+    build_for_some(created, [probe], model.trainable_variables)
     state = sum(4 * probe.value.shape.num_elements() for each in created.variables if tuple(each.shape) == _PROBE)
     return Facts(
         costs=costs,

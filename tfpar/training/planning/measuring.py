@@ -17,7 +17,7 @@ from typing import Any
 
 from tfpar.models import graph_cost
 from tfpar.models.peak import peak_flops
-from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.optim.optimizers import ELEMENTWISE, build_for_some
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.planner.costs import ModelCosts
 from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine, Point, Rates
@@ -135,7 +135,7 @@ def measure(
             if way == STAGES and kept:
                 by_stages = _kept_by(step)
                 fused_in_stages = 1.0 if by_stages is None else by_stages / (kept * passes[way][-1].examples)
-        updates, adding = _memory_rates(optimizer, [PROGRAM, OPS] if compiles_update else [OPS])
+        updates, adding = _memory_rates(optimizer, model, [PROGRAM, OPS] if compiles_update else [OPS])
     return Measured(Rates(passes=passes, updates=updates, adding=adding), fused, fused_in_stages) if passes else None
 
 
@@ -257,12 +257,15 @@ def _fastest(call: Callable[[], tf.Tensor]) -> _Times:
     return min(taken)
 
 
-def _memory_rates(optimizer: keras.optimizers.Optimizer, ways: Sequence[str]) -> tuple[dict[str, float], float]:
+def _memory_rates(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, ways: Sequence[str]
+) -> tuple[dict[str, float], float]:
     """`Rates.updates` and `Rates.adding`.
 
     Args:
       optimizer: An unbuilt optimizer. If it is not elementwise, the rate of one weight says nothing of others, and the
         rate of adding is assumed.
+      model: The model that it is for.
       ways: How updates run.
     """
     gradient, other = tf.fill(_LARGE, 1e-3), tf.fill(_LARGE, 2e-3)
@@ -272,7 +275,7 @@ def _memory_rates(optimizer: keras.optimizers.Optimizer, ways: Sequence[str]) ->
     if type(optimizer) not in ELEMENTWISE:
         return dict.fromkeys(ways, adding), adding
     weight = keras.Variable(tf.ones(_LARGE), name="kernel")
-    optimizer.build([weight])
+    build_for_some(optimizer, [weight], model.trainable_variables)
     variables = [weight.value, *(each.value for each in optimizer.variables)]
     touched = size + sum(2 * each.dtype.size * each.shape.num_elements() for each in variables)
 
