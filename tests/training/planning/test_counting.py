@@ -133,13 +133,14 @@ def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, opt
 
 
 def test_plans_that_a_run_would_refuse(counted):
-    """Fragments on a mesh of GPUs, and whole tensors where nothing puts them together."""
+    """Fragments on a mesh of GPUs, whole tensors where nothing puts them together, and shards of what is offloaded."""
     plans = {mesh: Plan(mesh=parse_mesh(mesh, workers=1, devices=4)) for mesh in ("data:4", "data:2,model:2")}
 
-    def refused(flags, device_type="CPU", **options) -> list[str]:
+    def refused(flags, device_type="CPU", devices=4, **options) -> list[str]:
         config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options})
         facts = Facts(costs=counted["language_model"][1], state_per_weight=8, **FLAGS | flags)
-        question = question_of(config, facts, Machine(devices=4), device_type=device_type)
+        machine = Machine(devices=devices, workers=4 // devices)
+        question = question_of(config, facts, machine, device_type=device_type)
         return [mesh for mesh, plan in plans.items() if question.refusal(plan)]
 
     fragments = {"local_steps": 8, "outer_fragments": 2}
@@ -147,6 +148,9 @@ def test_plans_that_a_run_would_refuse(counted):
     assert refused({}, "GPU", **fragments) == ["data:2,model:2"]
     assert refused({"elementwise": False, "joins_parts": True}) == []
     assert refused({"elementwise": False}) == ["data:2,model:2"]
+    assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2"]
+    plans["shards"] = dataclasses.replace(plans["data:4"], shard="optimizer")
+    assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2", "shards"]
 
 
 def _fullest(variables) -> int:

@@ -18,6 +18,7 @@ from tfpar.parallel.planner.search import Question
 from tfpar.parallel.planner.step_time import Exchange
 from tfpar.parallel.topology import Topology
 from tfpar.training.local_steps.check import check_local_steps
+from tfpar.training.offload.check import check_offload
 from tfpar.training.planning.facts import Facts
 
 # Exchanges that `--exchange=auto` may choose, as far as they are known before it measures.
@@ -128,6 +129,7 @@ def _refusals(
             check_beside_mesh(planned, mesh)
             check_sharding(planned, topology)
             check_local_steps(planned, topology)
+            check_offload(planned, topology)
         except ConfigError as error:
             return str(error)
         return ""
