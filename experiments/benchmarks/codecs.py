@@ -31,12 +31,13 @@ from typing import Any, TypeVar
 
 import tfpar
 import tfpar_ops
+from tfpar.config import ConfigError, flags
 from tfpar.doctor import describe_machine
 from tfpar_ops import Codec
 
 import ml_dtypes
 import numpy as np
-from absl import app, flags
+from absl import flags as absl_flags
 
 SIZES = {"4KB": 1 << 12, "1MB": 1 << 20, "100MB": 100 << 20}  # bytes of gradient
 CODECS = {
@@ -52,11 +53,11 @@ CODECS = {
 }
 ENCODE, DECODE_SUM = "encode with residual", "decode and sum"
 
-ONLY = flags.DEFINE_list("only", [], f"Codecs, of {', '.join(CODECS)}; all if empty.")
-WANTED = flags.DEFINE_list("sizes", list(SIZES), f"Sizes of the gradient, of {', '.join(SIZES)}.")
-PEERS = flags.DEFINE_integer("peers", 4, "Payloads that are decoded and summed.", lower_bound=1)
-SECONDS = flags.DEFINE_float("seconds", 0.3, "How long each figure is measured, at least.", lower_bound=0.01)
-SLOW = flags.DEFINE_boolean("slow", True, "Measure the reference and NumPy too.")
+ONLY = absl_flags.DEFINE_list("only", [], f"Codecs, of {', '.join(CODECS)}; all if empty.")
+WANTED = absl_flags.DEFINE_list("sizes", list(SIZES), f"Sizes of the gradient, of {', '.join(SIZES)}.")
+PEERS = absl_flags.DEFINE_integer("peers", 4, "Payloads that are decoded and summed.", lower_bound=1)
+SECONDS = absl_flags.DEFINE_float("seconds", 0.3, "How long each figure is measured, at least.", lower_bound=0.01)
+SLOW = absl_flags.DEFINE_boolean("slow", True, "Measure the reference and NumPy too.")
 
 TURNS = 9
 LARGEST_SHARE = 1.05  # of the triad that is not noise
@@ -502,7 +503,7 @@ def main(_: list[str]) -> None:
     names = [name for name in CODECS if not ONLY.value or name in ONLY.value]
     unknown = sorted({*ONLY.value} - CODECS.keys() | {*WANTED.value} - SIZES.keys())
     if unknown:
-        raise app.UsageError(f"unknown codec or size: {', '.join(unknown)}")
+        raise ConfigError(f"unknown codec or size: {', '.join(unknown)}")
     tfpar.process.startup.quiet_startup()
     if not tfpar_ops.uses_library():
         raise SystemExit(f"Nothing to measure: {tfpar_ops.library_status()}. Run `make setup`.")
@@ -518,4 +519,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.run(main)

@@ -15,19 +15,20 @@ from collections.abc import Callable
 
 import tfpar
 from tfpar import ExperimentConfig
+from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import tensorflow as tf
-from absl import app, flags
+from absl import flags as absl_flags
 
-_VOCABULARY = flags.DEFINE_integer("vocabulary", 50_000, "Rows of the embedding.", lower_bound=2)
-_WIDTH = flags.DEFINE_integer("width", 64, "Elements of a row.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens of a worker in a step.", lower_bound=1)
-_EXCHANGES = flags.DEFINE_list("exchanges", ["none", "bf16", "int8", "int4"], "Exchanges to compare.")
-_STEPS = flags.DEFINE_integer("steps", 20, "Steps that are counted.", lower_bound=1)
+_VOCABULARY = absl_flags.DEFINE_integer("vocabulary", 50_000, "Rows of the embedding.", lower_bound=2)
+_WIDTH = absl_flags.DEFINE_integer("width", 64, "Elements of a row.", lower_bound=1)
+_TOKENS = absl_flags.DEFINE_integer("tokens", 512, "Tokens of a worker in a step.", lower_bound=1)
+_EXCHANGES = absl_flags.DEFINE_list("exchanges", ["none", "bf16", "int8", "int4"], "Exchanges to compare.")
+_STEPS = absl_flags.DEFINE_integer("steps", 20, "Steps that are counted.", lower_bound=1)
 
 
 def loopback_bytes() -> int:
@@ -92,4 +93,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.run(main)

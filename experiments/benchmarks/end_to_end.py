@@ -26,30 +26,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 from experiments.benchmarks import hosts, netns
 from experiments.benchmarks.fleet import Fleet, FleetError
 from experiments.benchmarks.hosts import progress
+from tfpar.config import flags
 
-from absl import app, flags
+from absl import flags as absl_flags
 
 TENSORFLOW = "tensorflow"
 TO_TARGET, STEPS_ONLY = "resnet18", "gpt2"
 
-HOSTS = flags.DEFINE_integer("hosts", 4, "Number of hosts.", lower_bound=2, upper_bound=64)
-LINK = flags.DEFINE_string("link", "1gbit", "Rate of a host's link: 100mbit, 1gbit, ..., none for one as it is.")
-WORKLOADS = flags.DEFINE_multi_enum(
+HOSTS = absl_flags.DEFINE_integer("hosts", 4, "Number of hosts.", lower_bound=2, upper_bound=64)
+LINK = absl_flags.DEFINE_string("link", "1gbit", "Rate of a host's link: 100mbit, 1gbit, ..., none for one as it is.")
+WORKLOADS = absl_flags.DEFINE_multi_enum(
     "workload", [TO_TARGET, STEPS_ONLY], [TO_TARGET, STEPS_ONLY], "What is trained; may be given more than once."
 )
-EXCHANGES = flags.DEFINE_string(
+EXCHANGES = absl_flags.DEFINE_string(
     "exchanges",
     "none int8 int4",
     "Exchanges of tfpar, divided by blanks, each with other options behind @: int4@jit_segments=4, "
     "none@mesh=pipeline:4@accumulate_steps=4.",
 )
-TARGET = flags.DEFINE_float("target", 0.98, "Held-out accuracy to reach.", lower_bound=0.0, upper_bound=1.0)
-EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 11, "Steps between evaluations.", lower_bound=1)
-MAX_STEPS = flags.DEFINE_integer("max_steps", 440, "Steps after which the target is given up.", lower_bound=1)
-JIT = flags.DEFINE_boolean("xla", True, "Compile forward and backward pass with XLA, for all contenders.")
-STEPS = flags.DEFINE_integer("steps", 4, f"Steps of {STEPS_ONLY}.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 1, "Of first weights and order of examples.")
-OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
+TARGET = absl_flags.DEFINE_float("target", 0.98, "Held-out accuracy to reach.", lower_bound=0.0, upper_bound=1.0)
+EVALUATE_EVERY = absl_flags.DEFINE_integer("evaluate_every", 11, "Steps between evaluations.", lower_bound=1)
+MAX_STEPS = absl_flags.DEFINE_integer("max_steps", 440, "Steps after which the target is given up.", lower_bound=1)
+JIT = absl_flags.DEFINE_boolean("xla", True, "Compile forward and backward pass with XLA, for all contenders.")
+STEPS = absl_flags.DEFINE_integer("steps", 4, f"Steps of {STEPS_ONLY}.", lower_bound=1)
+SEED = absl_flags.DEFINE_integer("seed", 1, "Of first weights and order of examples.")
+OUTPUT = absl_flags.DEFINE_string("output", "", "JSON file for the results.")
 
 _BUILD_S, _STEP_S = 600.0, 120.0  # at most, on busy cores
 
@@ -159,4 +160,4 @@ def main(_: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.run(main)

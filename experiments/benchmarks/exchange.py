@@ -45,9 +45,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 from experiments.benchmarks import netns
 from experiments.benchmarks.fleet import Fleet, FleetError
 from experiments.benchmarks.hosts import PORT, can_measure, progress, tensorflow_environ, threads
+from tfpar.config import ConfigError, flags
 from tfpar.doctor.cli import check_memory
 
-from absl import app, flags
+from absl import flags as absl_flags
 
 # name: of the builder, and the data it is built for
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,21 +70,27 @@ CODECS = ["bf16", "fp16", "fp8", "int8", "int4", "int2", "sign", "topk:0.01", "p
 PATTERNS = [f"int4:pattern={name}" for name in ("all_gather", "ring", "halving_doubling", "binary_blocks")]
 TORCH = ["gloo", "ddp:fp16", "ddp:powersgd:4"]
 
-HOSTS = flags.DEFINE_list("hosts", ["2", "4", "8"], "Numbers of hosts.")
-LINKS = flags.DEFINE_list("links", ["100mbit", "1gbit", "10gbit", "none"], "Rates of a host's link; none: not shaped.")
-GRADIENTS = flags.DEFINE_list("models", ["resnet50", "gpt2"], f"Shapes of the gradients, of {', '.join(MODELS)}.")
-EXCHANGES = flags.DEFINE_string(
+HOSTS = absl_flags.DEFINE_list("hosts", ["2", "4", "8"], "Numbers of hosts.")
+LINKS = absl_flags.DEFINE_list(
+    "links", ["100mbit", "1gbit", "10gbit", "none"], "Rates of a host's link; none: not shaped."
+)
+GRADIENTS = absl_flags.DEFINE_list("models", ["resnet50", "gpt2"], f"Shapes of the gradients, of {', '.join(MODELS)}.")
+EXCHANGES = absl_flags.DEFINE_string(
     "exchanges",
     " ".join([RING, "ring_buffer", "none", *CODECS, "auto", *TORCH]),
     "Separated by spaces; see above.",
 )
-WITH_PATTERNS = flags.DEFINE_boolean("patterns", False, f"Also {' '.join(PATTERNS)}.")
-REPEATS = flags.DEFINE_integer("repeats", 20, "Calls of which the median counts, at most.", lower_bound=1)
-SECONDS = flags.DEFINE_float("seconds", 15.0, "For all calls of a measurement; one there is always.", lower_bound=0.0)
-OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
-RESUME = flags.DEFINE_boolean("resume", False, "Keep what --output has, and measure what is missing.")
-BEYOND = flags.DEFINE_list("beyond", ["16", "64", "256", "1024"], "Numbers of hosts that the cost model predicts for.")
-TORCH_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "A Python that has PyTorch.")
+WITH_PATTERNS = absl_flags.DEFINE_boolean("patterns", False, f"Also {' '.join(PATTERNS)}.")
+REPEATS = absl_flags.DEFINE_integer("repeats", 20, "Calls of which the median counts, at most.", lower_bound=1)
+SECONDS = absl_flags.DEFINE_float(
+    "seconds", 15.0, "For all calls of a measurement; one there is always.", lower_bound=0.0
+)
+OUTPUT = absl_flags.DEFINE_string("output", "", "JSON file for the results.")
+RESUME = absl_flags.DEFINE_boolean("resume", False, "Keep what --output has, and measure what is missing.")
+BEYOND = absl_flags.DEFINE_list(
+    "beyond", ["16", "64", "256", "1024"], "Numbers of hosts that the cost model predicts for."
+)
+TORCH_PYTHON = absl_flags.DEFINE_string("torch_python", sys.executable, "A Python that has PyTorch.")
 
 _START_S, _BUILD_S = 300.0, 600.0  # on busy cores
 # A worker's memory: of the program, and in gradients (residuals, results, buffers on their way). Measured.
@@ -364,19 +371,19 @@ def wanted() -> list[Cell]:
     exchanges = list(dict.fromkeys([*EXCHANGES.value.split(), *(PATTERNS if WITH_PATTERNS.value else [])]))
     unknown = [name for name in GRADIENTS.value if name not in MODELS]
     if unknown:
-        raise app.UsageError(f"--models: no {', '.join(unknown)}; there are {', '.join(MODELS)}.")
+        raise ConfigError(f"--models: no {', '.join(unknown)}; there are {', '.join(MODELS)}.")
     hosts = [int(text) if text.isdecimal() else 0 for text in HOSTS.value]
     if min(hosts) < 2 or max(hosts) > 250:
-        raise app.UsageError(f"--hosts={','.join(HOSTS.value)}: an exchange needs from 2 to 250 hosts.")
+        raise ConfigError(f"--hosts={','.join(HOSTS.value)}: an exchange needs from 2 to 250 hosts.")
     if not all(text.isdecimal() and int(text) > 1 for text in BEYOND.value):
-        raise app.UsageError(f"--beyond={','.join(BEYOND.value)}: numbers of hosts, from 2.")
+        raise ConfigError(f"--beyond={','.join(BEYOND.value)}: numbers of hosts, from 2.")
     try:
         for link in LINKS.value:
             netns.bits_per_second(link)
     except ValueError as error:
-        raise app.UsageError(f"--links: {error}.") from error
+        raise ConfigError(f"--links: {error}.") from error
     if RESUME.value and not OUTPUT.value:
-        raise app.UsageError("--resume needs --output=FILE, whose results it keeps.")
+        raise ConfigError("--resume needs --output=FILE, whose results it keeps.")
     return [
         (model, count, link, exchange)
         for model in GRADIENTS.value
@@ -407,4 +414,4 @@ def main(_: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.run(main)

@@ -20,22 +20,22 @@ import sys
 import tempfile
 from typing import Any
 
-from tfpar.config import ExperimentConfig
+from tfpar.config import ConfigError, ExperimentConfig, flags
 from tfpar.inputs import build_splits
 from tfpar.outer.federated import FederatedTrainer
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import LoopState
 
 import keras
-from absl import app, flags
+from absl import flags as absl_flags
 
-_SEEDS = flags.DEFINE_integer("seeds", 2, "rounds: seeds of each algorithm.")
-_GOAL = flags.DEFINE_float("goal", 0.95, "rounds: accuracy to reach.")
-_MOST = flags.DEFINE_integer("most", 500, "rounds: rounds to try, at most.")
-_ONLY = flags.DEFINE_string("only", "", "rounds: names of algorithms, separated by semicolons; empty: all.")
-_FLOWER = flags.DEFINE_string("flower_python", sys.executable, "speed: Python of the environment that has Flower.")
-_CLIENTS = flags.DEFINE_integer("speed_clients", 40, "speed: clients of a round.")
-_ROUNDS = flags.DEFINE_integer("speed_rounds", 5, "speed: rounds that are timed.")
+_SEEDS = absl_flags.DEFINE_integer("seeds", 2, "rounds: seeds of each algorithm.")
+_GOAL = absl_flags.DEFINE_float("goal", 0.95, "rounds: accuracy to reach.")
+_MOST = absl_flags.DEFINE_integer("most", 500, "rounds: rounds to try, at most.")
+_ONLY = absl_flags.DEFINE_string("only", "", "rounds: names of algorithms, separated by semicolons; empty: all.")
+_FLOWER = absl_flags.DEFINE_string("flower_python", sys.executable, "speed: Python of the environment that has Flower.")
+_CLIENTS = absl_flags.DEFINE_integer("speed_clients", 40, "speed: clients of a round.")
+_ROUNDS = absl_flags.DEFINE_integer("speed_rounds", 5, "speed: rounds that are timed.")
 
 # Learning rates of the server are guesses, not the result of a search.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -138,9 +138,9 @@ def measure_speed() -> None:
 def main(arguments: list[str]) -> None:
     chosen = {"rounds": measure_rounds, "speed": measure_speed}
     if len(arguments) != 2 or arguments[1] not in chosen:
-        raise app.UsageError(f"say which: {' or '.join(chosen)}")
+        raise ConfigError(f"say which: {' or '.join(chosen)}")
     chosen[arguments[1]]()
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.run(main)

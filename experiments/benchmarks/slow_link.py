@@ -25,19 +25,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 from experiments.benchmarks import hosts, netns
 from experiments.benchmarks.fleet import Fleet, FleetError
 from experiments.benchmarks.hosts import progress
+from tfpar.config import flags
 
-from absl import app, flags
+from absl import flags as absl_flags
 
-HOSTS = flags.DEFINE_integer("hosts", 4, "Number of hosts.", lower_bound=2, upper_bound=64)
-LINK = flags.DEFINE_string("link", "100mbit", "Rate of a host's link: 100mbit, 1gbit, ...")
-OPTIONS = flags.DEFINE_string(
+HOSTS = absl_flags.DEFINE_integer("hosts", 4, "Number of hosts.", lower_bound=2, upper_bound=64)
+LINK = absl_flags.DEFINE_string("link", "100mbit", "Rate of a host's link: 100mbit, 1gbit, ...")
+OPTIONS = absl_flags.DEFINE_string(
     "options", "local_steps=50,exchange=int4", "Options of tfpar, as key=value divided by commas."
 )
-TARGET = flags.DEFINE_float("target", 2.6, "Held-out loss to reach.", lower_bound=0.0)
-EVERY = flags.DEFINE_integer("evaluate_every", 50, "Steps between evaluations.", lower_bound=1)
-MAX_STEPS = flags.DEFINE_integer("max_steps", 1000, "Steps after which the target is given up.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 1, "Of first weights and order of examples.")
-OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
+TARGET = absl_flags.DEFINE_float("target", 2.6, "Held-out loss to reach.", lower_bound=0.0)
+EVERY = absl_flags.DEFINE_integer("evaluate_every", 50, "Steps between evaluations.", lower_bound=1)
+MAX_STEPS = absl_flags.DEFINE_integer("max_steps", 1000, "Steps after which the target is given up.", lower_bound=1)
+SEED = absl_flags.DEFINE_integer("seed", 1, "Of first weights and order of examples.")
+OUTPUT = absl_flags.DEFINE_string("output", "", "JSON file for the results.")
 
 _LIMIT_S = 6 * 3600.0
 
@@ -107,4 +108,4 @@ def main(_: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.run(main)

@@ -125,6 +125,7 @@ def read_labels(source: Source) -> np.ndarray:
         batch = bad_records.read_with_mask(source, indices) if source.skip and in_files else source.read(indices)
         return tf.cast(batch[1], tf.int64)
 
+    read._omit_frequent_tracing_warning = True  # one for each source; see `TrainStep`
     parts, count = [np.zeros(0, np.int64)], source.info.num_examples
     for start in range(0, count, _READ_AT_ONCE):
         chunk = range(start, min(start + _READ_AT_ONCE, count))
