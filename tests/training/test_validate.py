@@ -194,7 +194,7 @@ def test_whole_tensors_are_refused_where_devices_have_parts_and_taken_where_shar
     for shard, stages, parts, instead in (
         ("none", 2, 1, "--shard=optimizer"),
         ("weights", 1, 1, "--shard=optimizer"),
-        ("optimizer", 1, 2, "--mesh=data:... alone"),
+        ("optimizer", 1, 2, "leave --shard out"),
         ("optimizer", 2, 2, "--mesh=data:... alone"),
     ):
         with pytest.raises(ConfigError, match=rf"--optimizer=muon needs whole tensors.*or {instead}\."):

@@ -347,6 +347,8 @@ def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     if name in optimizers.NEEDS_WHOLE and (divides or shards):
         by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
         instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"
+        if mesh.model > 1 and sharded and not spans and name != "adafactor":
+            instead = "leave --shard out"
         raise ConfigError(
             f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
             f"such as adamw, or {instead}."

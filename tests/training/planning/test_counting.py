@@ -133,7 +133,8 @@ def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, opt
 
 
 def test_plans_that_a_run_would_refuse(counted):
-    """Fragments on a mesh of GPUs, whole tensors where nothing puts them together, and shards of what is offloaded."""
+    """Fragments on a mesh of GPUs, whole tensors where nothing puts them together, shards of what is offloaded,
+    and micro-batches in segments."""
     plans = {mesh: Plan(mesh=parse_mesh(mesh, workers=1, devices=4)) for mesh in ("data:4", "data:2,model:2")}
 
     def refused(flags, device_type="CPU", devices=4, **options) -> list[str]:
@@ -149,6 +150,8 @@ def test_plans_that_a_run_would_refuse(counted):
     assert refused({"elementwise": False, "joins_parts": True}) == []
     assert refused({"elementwise": False}) == ["data:2,model:2"]
     assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2"]
+    plans["micro-batches"] = dataclasses.replace(plans["data:4"], micro_batches=2)
+    assert refused({}, jit_segments=2, jit_compile="auto") == ["data:2,model:2", "micro-batches"]
     plans["shards"] = dataclasses.replace(plans["data:4"], shard="optimizer")
     assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2", "shards"]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from tfpar.collectives.cost_model import COPYING, Link
 from tfpar.config import ConfigError, ExperimentConfig, OuterConfig
 from tfpar.config.sections import TrainConfig
+from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.exchange import spec as specs
 from tfpar.exchange.sharding.check import check_sharding
 from tfpar.parallel.mesh import AUTO, check_beside_mesh, parse_sizes
@@ -20,6 +21,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.training.local_steps.check import check_local_steps
 from tfpar.training.offload.check import check_offload
 from tfpar.training.planning.facts import Facts
+from tfpar.training.segments.check import check_segments
 
 # Exchanges that `--exchange=auto` may choose, as far as they are known before it measures.
 _CODECS = ("none", "bf16", "int8")
@@ -130,8 +132,14 @@ def _refusals(
             check_sharding(planned, topology)
             check_local_steps(planned, topology)
             check_offload(planned, topology)
+            check_segments(planned, topology)
         except ConfigError as error:
             return str(error)
         return ""
 
-    return lambda plan: of_layout(Plan(mesh=plan.mesh, shard=plan.shard, exchange=plan.exchange))
+    def refusal(plan: Plan) -> str:
+        # Of micro-batches, only segments know.
+        micro_batches = 1 if config.train.jit_segments in (1, AUTO_SEGMENTS) else plan.micro_batches
+        return of_layout(Plan(mesh=plan.mesh, shard=plan.shard, exchange=plan.exchange, micro_batches=micro_batches))
+
+    return refusal
