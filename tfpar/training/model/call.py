@@ -168,13 +168,19 @@ def call_and_then(
         scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
-        losses = losses_of(model, scope)
+        losses = _each_once(losses_of(model, scope))
         result = follow(outputs)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]
     new_state = [_outside(scope, variable, value) for variable, value in zip(others, state, strict=True)]
     for index, _ in record.leaves:
         _outside(scope, trainable[index], None)
     return ModelCall(outputs, new_state, losses), result
+
+
+def _each_once(losses: Sequence[Any]) -> list[Any]:
+    """The losses without those that several layers list, see `Layer._loss_ids` of Keras 3.15: a layer, and the model
+    for a stage of it; or a layer that added one with the same `id` in an earlier trace."""
+    return [*{id(loss): loss for loss in losses}.values()]
 
 
 def _in_part(variable: keras.Variable) -> bool:
