@@ -190,7 +190,7 @@ class Trainer:
         counts = self._counts_epochs(steps, epochs)
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
         hooks = check_hooks(hooks)
-        callbacks = check_callbacks(callbacks, self.topology)
+        callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
         self._build_augmentation(train)
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
@@ -242,7 +242,7 @@ class Trainer:
         return self._evaluate("evaluate(source=...)", callbacks, source, y, sample_weight)
 
     def _evaluate(self, argument: str, callbacks: Callbacks, *data: Any) -> dict[str, Any]:
-        callbacks = check_callbacks(callbacks, self.topology)
+        callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
         source = keras_arguments.as_full_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
         self._refresh()
         self.program.bind(source)
@@ -274,7 +274,7 @@ class Trainer:
         keras_arguments.refuse("predict", others)
         self._check_synchronous("does not predict. To predict")
         self._refresh()
-        callbacks = check_callbacks(callbacks, self.topology)
+        callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
         source = keras_arguments.as_full_source("predict(source=...)", source, told=self._tells)
         if not callbacks:
             return self._predictor(source)

@@ -298,6 +298,9 @@ def test_meshes_refuse_to_save_parts_of_weights():
     check_callbacks([callback], Topology(name="mirrored"))
     with pytest.raises(ConfigError, match=r"ModelCheckpoint would save parts .* --workdir keeps"):
         check_callbacks([callback], Topology(name="mirrored", model_devices=2))
+    check_callbacks([callback], Topology(name="mirrored"), "gradients")
+    with pytest.raises(ConfigError, match=r"parts of the weights, which --shard=weights divides"):
+        check_callbacks([callback], Topology(name="mirrored"), "weights")
 
 
 def test_the_history_of_a_resumed_run_has_the_epochs_of_this_start(tmp_path):

@@ -83,7 +83,7 @@ class KerasCallbacks:
         current_rate: Callable[[int], float] | None,
         metric_results: MetricResults,
     ) -> None:
-        check_callbacks(callbacks, program.topology)
+        check_callbacks(callbacks, program.topology, program.config.train.shard)
         self._program = program
         self._steps_per_epoch = steps_per_epoch
         self._current_rate = current_rate
@@ -220,16 +220,18 @@ class KerasCallbacks:
         return state.replace(lr_multiplier=state.lr_multiplier * factor)
 
 
-def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.Callback]:
+def check_callbacks(callbacks: Any, topology: Topology, shard: str = "none") -> list[keras.callbacks.Callback]:
     """The callbacks that were given to a method; refuses those that cannot work.
 
     Args:
       callbacks: As Keras' methods take them: one, a structure of several, or None.
       topology: The topology of the run.
+      shard: Its `--shard`.
 
     Raises:
       ConfigError: With what to use instead.
     """
+    divides = "--mesh" if topology.mesh.devices_of_replica > 1 else "--shard=weights" if shard == "weights" else ""
     flat = [] if callbacks is None else keras.tree.flatten(callbacks)
     for one in flat:
         name = type(one).__name__
@@ -238,9 +240,9 @@ def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.
         for kind, instead in _INSTEAD.items():
             if isinstance(one, kind):
                 raise ConfigError(f"callbacks=...: {name} is not supported; {instead}.")
-        if topology.mesh.devices_of_replica > 1 and isinstance(one, keras.callbacks.ModelCheckpoint):
+        if divides and isinstance(one, keras.callbacks.ModelCheckpoint):
             raise ConfigError(
-                f"callbacks=...: {name} would save parts of the weights, which --mesh divides. --workdir keeps "
+                f"callbacks=...: {name} would save parts of the weights, which {divides} divides. --workdir keeps "
                 "checkpoints, and model.keras, of the whole model."
             )
         if not topology.synchronous and _wants(one, (*_TRAIN_BATCH, *_TEST_BATCH)):

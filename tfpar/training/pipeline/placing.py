@@ -18,6 +18,7 @@ from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import split_of
 from tfpar.parallel.topology import Topology
+from tfpar.parallel.weight_lists import list_whole_weights
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of
 from tfpar.training.model.support import known_summary
@@ -88,6 +89,7 @@ class PipelinePlacing(Placing):
             sums=ReplicaSums(self._devices, self.topology) if synchronizes else None,
             announced=announced,
         )
+        list_whole_weights(model)
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:

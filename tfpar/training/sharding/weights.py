@@ -24,6 +24,7 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices
 from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.topology import Topology
+from tfpar.parallel.weight_lists import list_whole_weights
 from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import all_weights
@@ -160,6 +161,7 @@ class GatheringPlacing(Placing):
             # Only if a worker has not all devices of a replica, it has not all parts of a variable without shards.
             shared = isinstance(split, Shards) or axis.programs < axis.devices_of_replica
             move_to_devices(variable, split, peers=self._peers if shared else None)
+        list_whole_weights(model)
 
 
 class DividedGatheringPlacing(DividedPlacing, GatheringPlacing):

@@ -18,6 +18,7 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import model_split_of, move_to_devices
 from tfpar.parallel.topology import Topology
+from tfpar.parallel.weight_lists import list_whole_weights
 from tfpar.training.core import Core
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
@@ -55,6 +56,7 @@ class DividedPlacing(Placing):
         splits = self._divided(model, config, announced=announced)
         for variable in model.variables:
             move_to_devices(variable, splits.get(id(variable)), peers=self._peers)
+        list_whole_weights(model)
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:

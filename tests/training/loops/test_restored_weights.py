@@ -1,0 +1,56 @@
+"""Callbacks that keep and restore the weights of a model whose variables are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tfpar
+from tests.integration.scripts import divided
+
+import keras
+import numpy as np
+import pytest
+
+MODEL, WEIGHTS = {"devices": 2, "mesh": "model:2"}, {"devices": 2, "shard": "weights"}
+BOTH = {"devices": 4, "mesh": "data:2,model:2", "shard": "weights"}
+STAGES = {"devices": 4, "mesh": "pipeline:2,model:2", "accumulate_steps": 2}
+
+
+def stopped(**options: Any) -> tfpar.Trainer:
+    """A run of two epochs that ends with the weights of the first."""
+    strategy = "mirrored" if options else "one_device"
+    config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": strategy, **options})
+    runtime = divided.runtime_of(strategy, options.get("mesh", ""), options.get("devices", 0))
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    trainer = tfpar.Trainer(
+        divided.dense,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        config=config,
+        runtime=runtime,
+    )
+    x, y = divided.data("dense")
+    stopping = keras.callbacks.EarlyStopping(patience=1, min_delta=100.0, restore_best_weights=True)
+    trainer.results = trainer.fit(x, y, epochs=9, validation=(x[:50], y[:50]), callbacks=[stopping])
+    assert (stopping.best_epoch, stopping.stopped_epoch) == (0, 1)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "places", [MODEL, WEIGHTS, *(pytest.param(each, marks=pytest.mark.proof) for each in (BOTH, STAGES))]
+)
+def test_early_stopping_restores_whole_weights(places):
+    expected, trainer = stopped(), stopped(**places)
+    for path, value in divided.weights_of(expected).items():
+        np.testing.assert_allclose(divided.weights_of(trainer)[path], value, rtol=1e-4, atol=1e-5, err_msg=path)
+    assert trainer.results["eval"] == pytest.approx(expected.results["eval"], rel=1e-4)
+
+
+def test_weights_of_another_shape_are_refused():
+    trainer = divided.here("mirrored", "model:2", 2, steps=1)
+    listed = trainer.model.get_weights()
+    assert [value.shape for value in listed] == [value.shape for value in divided.dense().get_weights()]
+    with pytest.raises(ValueError, match="has 14 weights, but got 13"):
+        trainer.model.set_weights(listed[1:])
+    with pytest.raises(ValueError, match=r"first/kernel has shape \(12, 64\), but got \(12, 32\)"):
+        trainer.model.set_weights([listed[0][:, :32], *listed[1:]])
