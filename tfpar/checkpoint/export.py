@@ -139,7 +139,7 @@ def _write_in_folder(model: keras.Model, path: pathlib.Path, saved: Callable[[],
     folder = path.with_name(f"{path.stem}.folder").absolute()
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     try:
-        model.save(folder, zipped=False)
+        type(model).save(model, folder, zipped=False)
         saved()
         with zipfile.ZipFile(path, "w") as file:
             for part in sorted(part for part in folder.rglob("*") if part.is_file()):

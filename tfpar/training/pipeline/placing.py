@@ -18,7 +18,6 @@ from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import split_of
 from tfpar.parallel.topology import Topology
-from tfpar.parallel.weight_lists import list_whole_weights
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of
 from tfpar.training.model.support import known_summary
@@ -29,6 +28,7 @@ from tfpar.training.pipeline.replica_sums import ReplicaSums
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
 from tfpar.training.placing.base import Placing
+from tfpar.training.placing.model_methods import adapt_methods
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.model import check_divided
 
@@ -89,7 +89,7 @@ class PipelinePlacing(Placing):
             sums=ReplicaSums(self._devices, self.topology) if synchronizes else None,
             announced=announced,
         )
-        list_whole_weights(model)
+        adapt_methods(model)
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:

@@ -24,13 +24,13 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices
 from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.topology import Topology
-from tfpar.parallel.weight_lists import list_whole_weights
 from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import all_weights
 from tfpar.training.model.recompute import recompute_layers
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
+from tfpar.training.placing.model_methods import adapt_methods
 from tfpar.training.sharding.weights_step import DividedGatheringStep, GatheringStep, exchanged_places
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel import DividedPlacing
@@ -161,7 +161,7 @@ class GatheringPlacing(Placing):
             # Only if a worker has not all devices of a replica, it has not all parts of a variable without shards.
             shared = isinstance(split, Shards) or axis.programs < axis.devices_of_replica
             move_to_devices(variable, split, peers=self._peers if shared else None)
-        list_whole_weights(model)
+        adapt_methods(model)
 
 
 class DividedGatheringPlacing(DividedPlacing, GatheringPlacing):

@@ -18,10 +18,10 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import model_split_of, move_to_devices
 from tfpar.parallel.topology import Topology
-from tfpar.parallel.weight_lists import list_whole_weights
 from tfpar.training.core import Core
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
+from tfpar.training.placing.model_methods import adapt_methods
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.model import check_divided, divide_layers
 from tfpar.training.tensor_parallel.step import DividedStep
@@ -56,7 +56,7 @@ class DividedPlacing(Placing):
         splits = self._divided(model, config, announced=announced)
         for variable in model.variables:
             move_to_devices(variable, splits.get(id(variable)), peers=self._peers)
-        list_whole_weights(model)
+        adapt_methods(model)
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
