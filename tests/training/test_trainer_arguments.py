@@ -102,6 +102,7 @@ def test_the_runtime_by_its_old_name():
         ({"mesh": "auto"}, "--mesh=auto .* --mesh=data:2, and a plan is made before the strategy starts"),
         ({"devices": 3}, "--devices=3 .* --devices=2"),
         ({"strategy": "one_device"}, "--strategy=one_device .* --strategy=mirrored. Give the same options"),
+        ({"jit_segments": 2, "shard": "optimizer"}, "--jit_segments=2: segments do not work with --shard=optimizer"),
     ],
 )
 @pytest.mark.parametrize("given", ["config", "options"])

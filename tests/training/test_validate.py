@@ -16,6 +16,7 @@ from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.config import RESUME_MAY_CHANGE, ConfigError, ExperimentConfig
 from tfpar.parallel.topology import Topology
 from tfpar.training import validate
+from tfpar.training.placing.check import check_on_topology
 
 import numpy as np
 import pytest
@@ -187,7 +188,7 @@ def test_whole_tensors_are_refused_where_devices_have_parts_and_taken_where_shar
         spans = {"pipeline_devices": stages, "model_devices": parts, "replica_workers": stages * parts}
         topology = Topology(name="multi_worker", workers=2 * stages * parts, **spans)
         flat = {"optimizer": "muon", "shard": shard, "global_batch_size": 4, "steps": 3}
-        validate._check_whole_tensors(ExperimentConfig.from_flat_dict(flat), topology)
+        check_on_topology(ExperimentConfig.from_flat_dict(flat), topology)
 
     check("optimizer", stages=2, parts=1)
     check("none", stages=1, parts=2)

@@ -18,6 +18,7 @@ from tfpar.process.heap import keep_freed_memory, share_heaps
 from tfpar.process.startup import quiet_startup
 from tfpar.training.duration import check_length
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.placing.check import check_on_topology
 from tfpar.training.planning import auto
 from tfpar.training.uneven_batches import uneven_notice
 from tfpar.training.validate import validate_config, validate_data, validate_model, validate_workdir
@@ -135,7 +136,7 @@ def with_plan(config: ExperimentConfig, options: Mapping[str, Any]) -> Experimen
 
 
 def check_runtime(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that contradict a running strategy, which would be ignored.
+    """Refuses options that contradict a running strategy, which would be ignored, or that do not work with it.
 
     An option that has its default is not compared: the running strategy decides.
 
@@ -158,6 +159,7 @@ def check_runtime(config: ExperimentConfig, topology: Topology) -> None:
             f"{f'--{name}={running}' if running else f'no --{name}'}{reason}. Give the same options to "
             f"tfpar.initialize and to the Trainer, or leave --{name} or the runtime out."
         )
+    check_on_topology(config, topology)
 
 
 def _decided_options(topology: Topology) -> dict[str, Any]:

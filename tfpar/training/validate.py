@@ -25,19 +25,17 @@ from tfpar.checkpoint.model_files import task_spec
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import CUSTOM, PER_HOST_OPTIONS, ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
-from tfpar.exchange.sharding.check import check_sharding
 from tfpar.inputs.checks import check_same_shapes
 from tfpar.optim import optimizers, schedules
-from tfpar.parallel.mesh import AUTO, check_beside_mesh
+from tfpar.parallel.mesh import AUTO
 from tfpar.parallel.planner.machine import parse_size
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.process.writable import unwritable_message, write_error
 from tfpar.training.duration import check_length, total_steps
-from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
+from tfpar.training.local_steps.check import check_resumed_rounds
 from tfpar.training.model.recompute import check_pattern
 from tfpar.training.model.xla import SYNCHRONISED
-from tfpar.training.offload.check import check_offload
-from tfpar.training.segments.check import check_segments
+from tfpar.training.placing.check import check_on_topology
 from tfpar.training.uneven_batches import train_input
 
 import keras
@@ -71,12 +69,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
     parse_size(config.strategy.device_memory)
     Exchange(config.exchange.exchange).check_supported(topology.name)
     if not automatic:
-        check_beside_mesh(config, topology.mesh)
-        check_sharding(config, topology)
-        check_local_steps(config, topology)
-        check_segments(config, topology)
-        check_offload(config, topology)
-        _check_whole_tensors(config, topology)
+        check_on_topology(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
@@ -331,28 +324,6 @@ def _check_labels_within_outputs(
                 f"class numbers, which must be {allowed}. Correct the labels, or use a loss for targets, such as "
                 "keras.losses.MeanSquaredError; labels that the loss ignores are named by from_arrays(ignore_class=)."
             )
-
-
-def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
-    name, mesh = config.optimizer.optimizer, topology.mesh
-    sharded = config.train.shard != "none" and topology.replicas > 1
-    # An owner of a shard has whole tensors of its stage, and none of the others.
-    owns = sharded and config.train.shard == "optimizer"
-    spans = mesh.pipeline > 1 and topology.replica_workers > 1
-    # Without shards, the devices of a model axis put whole tensors together.
-    joins = not spans and not sharded and name != "adafactor"
-    divides = (mesh.model > 1 and not joins) or (spans and not owns)
-    shards = sharded and config.train.shard == "weights"
-    if name in optimizers.NEEDS_WHOLE and (divides or shards):
-        by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
-        instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"
-        if mesh.model > 1 and sharded and not spans and name != "adafactor":
-            instead = "leave --shard out"
-        raise ConfigError(
-            f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
-            f"such as adamw, or {instead}."
-        )
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:

@@ -1,0 +1,48 @@
+"""Refuses options that do not work on the devices and workers of a run, before anything starts."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange.sharding.check import check_sharding
+from tfpar.optim import optimizers
+from tfpar.parallel.mesh import check_beside_mesh
+from tfpar.parallel.topology import Topology
+from tfpar.training.local_steps.check import check_local_steps
+from tfpar.training.offload.check import check_offload
+from tfpar.training.segments.check import check_segments
+
+
+def check_on_topology(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses options that do not work on these devices and workers.
+
+    Raises:
+      ConfigError: The first of them, with what to use instead.
+    """
+    check_beside_mesh(config, topology.mesh)
+    check_sharding(config, topology)
+    check_local_steps(config, topology)
+    check_segments(config, topology)
+    check_offload(config, topology)
+    _check_whole_tensors(config, topology)
+
+
+def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
+    name, mesh = config.optimizer.optimizer, topology.mesh
+    sharded = config.train.shard != "none" and topology.replicas > 1
+    # An owner of a shard has whole tensors of its stage, and none of the others.
+    owns = sharded and config.train.shard == "optimizer"
+    spans = mesh.pipeline > 1 and topology.replica_workers > 1
+    # Without shards, the devices of a model axis put whole tensors together.
+    joins = not spans and not sharded and name != "adafactor"
+    divides = (mesh.model > 1 and not joins) or (spans and not owns)
+    shards = sharded and config.train.shard == "weights"
+    if name in optimizers.NEEDS_WHOLE and (divides or shards):
+        by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
+        instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"
+        if mesh.model > 1 and sharded and not spans and name != "adafactor":
+            instead = "leave --shard out"
+        raise ConfigError(
+            f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
+            f"such as adamw, or {instead}."
+        )
