@@ -111,6 +111,12 @@ def normalized(x):
     return tf.nn.l2_normalize(x, -1)
 
 
+def with_one_weight():
+    activation = layers.PReLU(shared_axes=[1])
+    activation.build((None, 64))
+    return activation
+
+
 @pytest.mark.parametrize(
     ("first", "between", "is_pair"),
     [
@@ -122,14 +128,16 @@ def normalized(x):
         (lambda: layers.Dense(64, "softmax"), [], False),
         (lambda: layers.Dense(64, layers.Softmax()), [], False),
         (lambda: layers.Dense(64, normalized), [], False),
+        (lambda: layers.Dense(64, with_one_weight()), [], False),
         (lambda: layers.Dense(64, activity_regularizer="l2"), [], False),
         (lambda: layers.Dense(64), [lambda: layers.Activation(normalized)], False),
         (lambda: layers.Dense(64), [lambda: layers.Activation("relu", activity_regularizer="l2")], False),
         (lambda: layers.Dense(64), [lambda: layers.Dropout(0.5, noise_shape=(None, 1))], False),
+        (lambda: layers.Dense(64), [lambda: layers.Dropout(0.5, activity_regularizer="l2")], False),
     ],
 )
 def test_what_needs_all_units_is_not_between_a_pair(first, between, is_pair):
-    """A function, a regularizer or a mask that several units share."""
+    """A function, a regularizer, or a mask or weight that several units share."""
     model = keras.Sequential(
         [keras.Input((12,)), first(), *(make() for make in between), layers.Dense(8), layers.Dense(512, name="large")]
     )

@@ -328,8 +328,8 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
 
 
 def _elementwise(layer: keras.layers.Layer) -> bool:
-    if isinstance(layer, keras.layers.Dropout):
-        return layer.noise_shape is None  # otherwise several units share a mask
     if layer.activity_regularizer is not None:
         return False
+    if isinstance(layer, keras.layers.Dropout):
+        return layer.noise_shape is None  # otherwise several units share a mask
     return not isinstance(layer, keras.layers.Activation) or acts_on_each_output(layer.activation)

@@ -193,9 +193,11 @@ def _is_special(layer: keras.layers.Layer) -> bool:
 
 def acts_on_each_output(activation: Callable[[Any], Any] | None) -> bool:
     """Whether an activation computes each output from its own input alone: known of Keras' functions; others, such as
-    a lambda or a layer, are tried on numbers."""
+    a lambda or a layer, are tried on numbers. The weights of a layer stay whole, so none acts on each output alone."""
     if activation is None or id(activation) in _OF_KERAS:
         return activation is None or _OF_KERAS[id(activation)] not in _OVER_OUTPUTS
+    if isinstance(activation, keras.layers.Layer) and activation.variables:
+        return False
     inputs = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
     try:
         with tf.init_scope(), tf.device("CPU:0"):
