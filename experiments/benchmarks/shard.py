@@ -85,7 +85,9 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
         seconds = (time.perf_counter() - began) / STEPS.value
         losses.append(trainer.evaluate(validation)["loss"])
     assert runtime is not None
-    traffic = trainer.program.exchange.traffic(runtime.topology.replicas, 0)
+    program, replicas = trainer.program, runtime.topology.replicas
+    gathered = program.placing.gathered(trainer.model, program.config)
+    traffic = gathered.added(program.exchange.traffic(replicas, 0), replicas)
     return {
         "seconds": seconds,
         "losses": losses,

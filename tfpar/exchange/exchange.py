@@ -65,8 +65,6 @@ class Exchange:
     Args:
       spec: Algorithm and options, see `tfpar.exchange.spec.parse`. `none` is the dense float32 all-reduce.
 
-    Attributes:
-
     Raises:
       ConfigError: An unknown spec, with the nearest known ones.
     """
