@@ -59,7 +59,11 @@ def test_a_shortened_text_says_so() -> None:
 
 
 def test_what_a_stream_cannot_encode_is_escaped() -> None:
-    for encoding, expected in (("ascii", b"m\\xb2 \\udcf6\n"), ("utf-8", b"m\xc2\xb2 \\udcf6\n")):
+    for encoding, expected in (
+        ("ascii", b"m\\xb2 \\xe9 \\udcf6\n"),
+        ("koi8-r", b"m\x9d \\xe9 \\udcf6\n"),
+        ("utf-8", b"m\xc2\xb2 \xc3\xa9 \\udcf6\n"),
+    ):
         stream = io.TextIOWrapper(io.BytesIO(), encoding)
-        assert safe_write.put(stream, "m\xb2 \udcf6\n")
+        assert safe_write.put(stream, "m\xb2 \xe9 \udcf6\n")
         assert stream.buffer.getvalue() == expected

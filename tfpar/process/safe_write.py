@@ -27,7 +27,8 @@ def put(stream: IO[Any], content: Any) -> bool:
         try:
             stream.write(content)
         except UnicodeEncodeError as error:  # another locale than UTF-8, or a file name that is no text
-            stream.write(content.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            encoding = getattr(stream, "encoding", None) or error.encoding  # an error of KOI8-R says "charmap"
+            stream.write(content.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
         return False
