@@ -157,6 +157,13 @@ def test_missing_entries_are_refused_or_filled(kind, tmp_path):
         build(f"{dataset}&fill=a:many,b:none,c:1", validation_fraction=0.0)
 
 
+def test_columns_that_a_vector_leaves_out_may_have_missing_entries(kind, tmp_path):
+    none = pyarrow.array([None, None], pyarrow.string())
+    write(kind, pyarrow.table({"a": [1, 2], "b": none, "y": [0, 1]}), tmp_path / f"t.{kind}")
+    source = build(f"{kind}:{tmp_path}/t.{kind}?label=y&as=vector", validation_fraction=0.0)
+    np.testing.assert_array_equal(source.fetch(tf.range(2, dtype=tf.int64))[0], [[1], [2]])
+
+
 def test_a_missing_entry_is_named_by_its_row_in_the_file(kind, tmp_path):
     """Also if other rows are held out."""
     for number in range(2):

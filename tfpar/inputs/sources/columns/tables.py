@@ -78,10 +78,13 @@ def check_missing(name: str, table: Any, used: Columns, files: Mapping[str, int]
     Raises:
       ConfigError: An entry is missing, or a column.
     """
-    for column in (*used.label, *filter(None, [used.weight]), *_inputs(name, table, used)):
-        values = table.column(column).combine_chunks()
+    inputs = _inputs(name, table, used)
+    if used.layout == "vector":
+        inputs = _numeric(table, inputs)
+    for column in (*used.label, *filter(None, [used.weight]), *inputs):
+        values = table.column(column)
         if values.null_count and column not in used.fill:
-            raise _missing(name, column, values, files)
+            raise _missing(name, column, values.combine_chunks(), files)
 
 
 def with_categories(name: str, used: Columns, tables: Sequence[Any]) -> Columns:
@@ -180,8 +183,13 @@ def _features(name: str, table: Any, inputs: Sequence[str], used: Columns) -> di
     return features
 
 
+def _numeric(table: Any, inputs: Sequence[str]) -> list[str]:
+    """Returns the columns that a vector has: all but those of strings."""
+    return [column for column in inputs if not _is_string(table.column(column))]
+
+
 def _vector(name: str, table: Any, inputs: Sequence[str], used: Columns) -> np.ndarray:
-    numeric = [column for column in inputs if not _is_string(table.column(column))]
+    numeric = _numeric(table, inputs)
     left_out = [column for column in inputs if column not in numeric]
     if not numeric:
         raise ConfigError(f"{_title(name)}: no column of the inputs is numeric: {', '.join(inputs)}. Use a dict.")
