@@ -167,4 +167,7 @@ def test_layers_that_run_in_a_loop_stay_whole():
     x = inputs = keras.Input((8, 16))
     x = layers.RNN(OwnCell())(x)
     model = keras.Model(inputs, layers.Dense(64, name="last")(x))
-    assert [layer.name for layer, _ in find_layout(model, 2).values()] == ["last"]
+    for rules in (None, {"own_cell/dense": "whole"}):
+        assert [layer.name for layer, _ in find_layout(model, 2, rules).values()] == ["last"]
+    with pytest.raises(ConfigError, match=r"Dense 'rnn.*/dense' runs in the loop of a recurrent layer, .* Use 'whole'"):
+        find_layout(model, 2, {"own_cell/dense": "column"})

@@ -96,11 +96,14 @@ class Finder:
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
-        self.layers = _outside_of_loops(keras_internals.all_layers(model))
+        every = keras_internals.all_layers(model)
+        looped = _in_loops(every)
+        self.layers = [layer for layer in every if id(layer) not in looped]
         self.found: Layouts = {}
         self.groups: list[list[int]] = []
         self.indivisible: list[Indivisible] = []
         self.size = size
+        self._every, self._looped = every, looped
         self._asked: set[int] = set()
         self._by_heads: set[int] = set()
 
@@ -113,7 +116,7 @@ class Finder:
                 raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
             if way.partition(":")[0] not in WAYS:
                 raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
-            able = self._with_heads() if way == HEADS else [*filter(keras_internals.weights_made_to_learn, self.layers)]
+            able = self._with_heads() if way == HEADS else [*filter(keras_internals.weights_made_to_learn, self._every)]
             matched = [layer for layer in able if expression.search(_path(layer))]
             if not matched:
                 names = sorted(map(_path, able))
@@ -156,6 +159,11 @@ class Finder:
         if id(layer) in self._asked:
             return False
         self._asked.add(id(layer))
+        if way != WHOLE and id(layer) in self._looped:
+            raise ConfigError(
+                f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {_path(layer)!r} runs in the loop of a recurrent "
+                "layer, in which devices cannot communicate. Use 'whole', or a rule that does not match it."
+            )
         if way != WHOLE and not self._take(layer, way):
             raise ConfigError(self._cannot(layer, way, pattern))
         return True
@@ -267,10 +275,10 @@ def find_indivisible(model: keras.Model, size: int, rules: Mapping[str, str] | N
     return finder.indivisible
 
 
-def _outside_of_loops(layers: Sequence[keras.layers.Layer]) -> list[keras.layers.Layer]:
+def _in_loops(layers: Sequence[keras.layers.Layer]) -> set[int]:
+    """Returns the `id`s of the layers that recurrent layers call."""
     recurrent = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
-    called = {id(each) for layer in recurrent for each in keras_internals.all_layers(layer, include_self=False)}
-    return [layer for layer in layers if id(layer) not in called]
+    return {id(each) for layer in recurrent for each in keras_internals.all_layers(layer, include_self=False)}
 
 
 def _path(layer: keras.layers.Layer) -> str:
