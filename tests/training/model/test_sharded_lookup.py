@@ -139,3 +139,23 @@ def test_a_place_outside_of_the_table_is_named(outside):
     value = outside + ROWS * (outside < 0)
     with pytest.raises(tf.errors.InvalidArgumentError, match=rf"(?s)shard_of_{ROWS}_rows.*= {value} is not in"):
         train(2, MODELS["wide"], tokens, shard="weights")
+
+
+@pytest.mark.parametrize("ignored", [None, 1])
+def test_a_pass_that_counts_denominators_sends_rows_too(ignored):
+    """Of losses that are divided by different numbers."""
+
+    def two_outputs() -> keras.Model:
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        x = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(ROWS, 20)(inputs))
+        return keras.Model(inputs, {"kind": keras.layers.Dense(3)(x), "size": keras.layers.Dense(1)(x)})
+
+    loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored), "size": "mse"}
+    options = {"strategy": "mirrored", "devices": 2, "jit_compile": False, "shard": "weights", "accumulate_steps": 2}
+    trainer = tfpar.Trainer(two_outputs, "sgd", loss, global_batch_size=BATCH, verbose=0, **options)
+    x, y = data()
+    trainer.fit(x, {"kind": y, "size": y[:, None].astype(np.float32)}, steps=1)
+    sent = trainer.program.placing.gathered(trainer.model, trainer.program.config).sent
+    rows, places = BATCH // 2 * LENGTH * 4 * 20, BATCH // 2 * LENGTH * 4
+    forward, backward = rows + places, rows
+    assert sent == forward + backward + (forward if ignored else 0)

@@ -38,7 +38,7 @@ class GatheringStep(TrainStep):
     """
 
     def __init__(self, replica_axis: ReplicaAxis, *args: Any, **kwargs: Any) -> None:
-        self._replica_axis = replica_axis
+        self._replica_axis, self._bytes_of_denominators = replica_axis, 0
         super().__init__(*args, **kwargs)
         self._exchanged = exchanged_places(self.core.model.trainable_variables)
         self.exchange: Any = _ExchangeOfSome(self.exchange, self._exchanged)
@@ -62,12 +62,16 @@ class GatheringStep(TrainStep):
         with self._replica_axis.on_own_device() as place:
             before = len(place.sent)
             sums = super()._accumulated(*args)
-            self._replica_axis.bytes_of_step = sum(place.sent[before:])
+            self._replica_axis.bytes_of_step = self._bytes_of_denominators + sum(place.sent[before:])
         return sums
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
+        """See `TrainStep`. Traced before the passes that need them, this pass gathers weights, too."""
         with self._replica_axis.on_own_device() as place:
-            return place.sum(self._denominators(params, state, batch))
+            before = len(place.sent)
+            denominators = self._denominators(params, state, batch)
+            self._bytes_of_denominators = sum(place.sent[before:])
+            return place.sum(denominators)
 
     def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
         del wants_norm  # a branch would cost more than the sum of a scalar
