@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import pathlib
+import tempfile
 
 from tfpar.process.writable import unwritable, write_error, write_reason
 
@@ -25,6 +27,25 @@ def test_what_cannot_be_written_is_named(tmp_path):
         "Name a writable directory."
     )
     assert unwritable("--log_dir", pathlib.Path("/proc/new/logs")).startswith("--log_dir=/proc/new/logs: /proc cannot")
+
+
+def test_a_directory_that_may_not_be_searched_is_named(tmp_path, monkeypatch):
+    closed, stat = tmp_path / "closed", os.stat
+    closed.mkdir()
+
+    def denied(path: object, *args: object, **options: object) -> os.stat_result:
+        if closed in pathlib.Path(str(path)).parents:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, *args, **options)
+
+    def refused(**options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(options["dir"]))
+
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    assert unwritable("--output", closed / "new" / "file") == (
+        f"--output={closed}/new/file: {closed} cannot be written to (Permission denied). Name a writable directory."
+    )
 
 
 @pytest.mark.parametrize(

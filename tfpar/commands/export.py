@@ -12,6 +12,7 @@ ONNX needs the packages of `pip install tfpar[onnx]`.
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import shutil
 import warnings
@@ -130,7 +131,7 @@ def main(_: list[str]) -> None:
             "--model_file and --output are both needed, e.g. --model_file=runs/a/model.keras --output=runs/a/export."
         )
     output = pathlib.Path(given.output)
-    if output.exists():
+    if os.path.exists(output):
         raise ConfigError(f"--output={output} exists; name another, or remove it first.")
     if problem := unwritable("--output", output):
         raise ConfigError(problem)

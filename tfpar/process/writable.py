@@ -23,7 +23,8 @@ def write_error(path: str | os.PathLike[str]) -> tuple[pathlib.Path, OSError] | 
       The directory that cannot be written to and the error of the system; None if all is well.
     """
     path = pathlib.Path(path)
-    existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    # `Path.exists` raises an error within a directory that may not be searched (Python 3.11).
+    existing = next(parent for parent in [path, *path.absolute().parents] if os.path.exists(parent))
     try:
         with tempfile.TemporaryFile(dir=existing):
             return None

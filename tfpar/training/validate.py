@@ -15,6 +15,7 @@ All but the last run no TensorFlow operation, start nothing and write no file of
 from __future__ import annotations
 
 import errno
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -177,7 +178,7 @@ def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None
             run_state.check_warm_start(config.checkpoint.warm_start)
         return
     path = pathlib.Path(workdir)
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not path.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file. Name a directory; it is created if it does not exist.")
     found = write_error(path)
     # A resumed run, perhaps restarted by a scheduler, can continue without free space on its disk.
