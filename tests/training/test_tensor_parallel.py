@@ -332,8 +332,11 @@ def test_dropout_of_what_is_divided_draws_for_each_device():
     ("options", "message"),
     [
         ({"sequence_parallel": True}, "--sequence_parallel: model .* has no divided block that allows it"),
-        ({"optimizer": "adafactor"}, "--mesh: Adafactor needs whole tensors"),
-        ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica communicate within its layers"),
+        ({"optimizer": "adafactor"}, "--optimizer=adafactor needs whole tensors, which --mesh=model:2 divides"),
+        (
+            {"jit_compile": "true"},
+            "--jit_compile=true does not work with --mesh=model:2: the devices of a replica commun",
+        ),
         ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),
         ({"layout": {"thrid": "gather"}}, "layout: 'thrid' matches no layer with weights"),
         ({"layout": {"last$": "column"}}, "Dense 'sequential/last' .* cannot be divided in this way over 2 devices"),
