@@ -11,7 +11,7 @@ REPEATS = {
         "import keras; import tfpar",
         "import tfpar; tfpar.DistributedOptimizer; import keras",
     ),
-    "tests/drop_in/test_drop_in.py::test_repeated_tokens_are_summed_on_one_worker_too": (
+    "tests/drop_in/test_starting.py::test_repeated_tokens_are_summed_on_one_worker_too": (
         "<lambda>0-True",
         "<lambda>2-False",
         "<lambda>3-False",
@@ -20,7 +20,7 @@ REPEATS = {
         "<lambda>4-False",
         "<lambda>2-True",
     ),
-    "tests/drop_in/test_drop_in.py::test_saved_it_loads_as_the_plain_optimizer_and_goes_on": (
+    "tests/drop_in/test_optimizer.py::test_saved_it_loads_as_the_plain_optimizer_and_goes_on": (
         "<lambda>0",
         "<lambda>1",
         "<lambda>3",
