@@ -278,7 +278,9 @@ void RunningCall::Sum(bool gather) {
     peers.push_back(peer);
   }
   Register();
-  if (!gather) std::memset(out(length(call_.place)), 0, shard - length(call_.place));
+  if (const size_t missing = shard - length(call_.place); !gather && missing > 0) {
+    std::memset(out(length(call_.place)), 0, missing);
+  }
 
   auto receive_part = [&](Peer& peer, int number) {
     Receive(*peer.parts, 0, number % kWindow * chunk, chunk_bytes(call_.place, number));
