@@ -26,12 +26,12 @@ def list_whole_weights(model: keras.Model) -> None:
     """
     keras_internals.set_untracked(
         model,
-        get_weights=lambda: [_value(variable) for variable in model.weights],
+        get_weights=lambda: [_listed(variable) for variable in model.weights],
         set_weights=lambda weights: _set_weights(model, weights),
     )
 
 
-def _value(variable: keras.Variable) -> np.ndarray:
+def _listed(variable: keras.Variable) -> np.ndarray:
     if split_of(variable) is None:
         return np.asarray(variable.numpy())
     return np.stack([copy.numpy() for copy in copies_of(variable)]) if peers_of(variable) else whole_here(variable)
