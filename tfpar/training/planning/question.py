@@ -11,17 +11,14 @@ from tfpar.config import ConfigError, ExperimentConfig, OuterConfig
 from tfpar.config.sections import TrainConfig
 from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.exchange import spec as specs
-from tfpar.exchange.sharding.check import check_sharding
-from tfpar.parallel.mesh import AUTO, check_beside_mesh, parse_sizes
+from tfpar.parallel.mesh import AUTO, parse_sizes
 from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Plan
 from tfpar.parallel.planner.search import Question
 from tfpar.parallel.planner.step_time import Exchange
 from tfpar.parallel.topology import Topology
-from tfpar.training.local_steps.check import check_local_steps
-from tfpar.training.offload.check import check_offload
+from tfpar.training.placing.check import check_on_topology
 from tfpar.training.planning.facts import Facts
-from tfpar.training.segments.check import check_segments
 
 # Exchanges that `--exchange=auto` may choose, as far as they are known before it measures.
 _CODECS = ("none", "bf16", "int8")
@@ -128,11 +125,7 @@ def _refusals(
             device_type=device_type,
         )
         try:
-            check_beside_mesh(planned, mesh)
-            check_sharding(planned, topology)
-            check_local_steps(planned, topology)
-            check_offload(planned, topology)
-            check_segments(planned, topology)
+            check_on_topology(planned, topology)
         except ConfigError as error:
             return str(error)
         return ""
