@@ -76,6 +76,30 @@ def test_it_works_in_a_loop_of_ones_own(alone):
     np.testing.assert_array_equal(variables[1].numpy(), [2.5])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(1.0, momentum=0.5),
+        lambda: keras.optimizers.SGD(1.0, momentum=0.5, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0, momentum=0.5), initial_scale=1.0),
+    ],
+)
+def test_a_variable_is_updated_if_any_worker_has_a_gradient(alone, make):
+    """Otherwise its weights would differ from then on: the others would not apply the mean."""
+    variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0]), keras.Variable([4.0])]
+    sgd = tfpar.DistributedOptimizer(make())
+    alone.others.append(lambda value: [[], [0, 1]] if value == [[], [1]] else value)  # a gradient of the first one, too
+    sgd.build(variables)
+    momenta = [*getattr(sgd, "inner_optimizer", sgd).momentums]
+    for momentum in momenta:
+        momentum.assign(-keras.ops.ones_like(momentum))
+    for _ in range(sgd.gradient_accumulation_steps or 1):
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            sgd.apply([None, tf.constant([0.5]), None], variables)
+    first, second, third = (variable.numpy().tolist() for variable in variables)
+    assert (first, second, third) == ([0.5, 1.5], [2.0], [4.0])
+
+
 def test_repeated_rows_of_a_sparse_gradient_add_up(alone):
     """Keras 3.15 alone squares each of the rows by itself for Adam's second moment."""
     rows = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([1, 1]), tf.constant([3, 1]))

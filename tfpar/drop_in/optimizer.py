@@ -103,6 +103,7 @@ class Distribution:
         self._variables: list[Any] = []
         self._checked = False
         self._sparse: list[int] = []
+        self._missing_here: set[int] = set()
         self._reduce: Any = None
 
     def start(self, optimizer: keras.optimizers.Optimizer) -> None:
@@ -130,17 +131,19 @@ class Distribution:
         _compare(self.workers.gather("compare models", [facts, described]))
         self._variables = variables
 
-    def _build(self, sparse: set[int], accumulates: bool) -> None:
+    def _build(self, sparse: set[int], present: set[int], accumulates: bool) -> None:
         """Builds the exchange, once.
 
         Args:
           sparse: Indices of the variables whose gradients came as IndexedSlices in the first step.
+          present: Indices of all variables that had a gradient.
           accumulates: Whether Keras adds up gradients of several steps, and then brings all at once.
         """
         if self._reduce is not None:
             return
-        by_worker = self.workers.gather("compare gradients", sorted(sparse))
-        common = set(by_worker[0]).intersection(*by_worker)
+        rows, there = zip(*self.workers.gather("compare gradients", [sorted(sparse), sorted(present)]), strict=True)
+        common = set(rows[0]).intersection(*rows)
+        self._missing_here = set().union(*there) - present
         strategy = self.workers.strategy
         # A group, so that not the strategy reduces: its all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must
         # feed a value for placeholder"), and Keras has one around the step (`steps_per_execution`) and the update
@@ -157,29 +160,46 @@ class Distribution:
         self._sparse = self._exchange.sparse
         self._reduce = self._reduction()
 
+    def completed(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
+    ) -> list[Any]:
+        """Gradients that all workers have: zeros where only others have one, since Keras updates no variable without a
+        gradient, and its weights would no longer be the same on all workers.
+
+        Args:
+          gradients: Tensors, IndexedSlices or None, one per variable.
+          variables: All or some of those that the optimizer was built with.
+          optimizer: The one that will apply them.
+        """
+        self._refuse()
+        indices = [variable_index(optimizer, variable) for variable in variables]
+        given = {index: one for index, one in zip(indices, gradients, strict=True) if one is not None}
+        accumulates = bool(optimizer.gradient_accumulation_steps)  # then rows become tensors before the exchange
+        sparse = {index for index, one in given.items() if isinstance(one, tf.IndexedSlices) and not accumulates}
+        with tf.init_scope():
+            self.start(optimizer)
+            self._check_same_start(optimizer)
+            self._build(sparse, {*given}, accumulates)
+        return [
+            tf.zeros(variable.shape, variable.dtype) if one is None and index in self._missing_here else one
+            for index, one, variable in zip(indices, gradients, variables, strict=True)
+        ]
+
     def mean(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
     ) -> list[Any]:
         """The mean of the workers' gradients, the same bits on each.
 
         Args:
-          gradients: Tensors, IndexedSlices or None, one per variable.
-          variables: All or some of those that the optimizer was built with.
-          optimizer: The one that will apply them.
+          gradients: From `completed`, or sums of those.
+          variables: As of `completed`.
+          optimizer: As of `completed`.
 
         Returns:
           Dense tensors of the gradients' dtypes; None where there was none. Most of Keras' optimizers make rows dense
           anyhow (3.15).
         """
-        self._refuse()
         indices = [variable_index(optimizer, variable) for variable in variables]
-        sparse = {
-            index for index, gradient in zip(indices, gradients, strict=True) if isinstance(gradient, tf.IndexedSlices)
-        }
-        with tf.init_scope():
-            self.start(optimizer)
-            self._check_same_start(optimizer)
-            self._build(sparse, bool(optimizer.gradient_accumulation_steps))
         by_variable: list[Any] = [None] * len(self._variables)
         for index, gradient in zip(indices, gradients, strict=True):
             by_variable[index] = gradient

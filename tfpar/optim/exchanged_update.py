@@ -22,6 +22,11 @@ from tensorflow.python.ops import control_flow_util
 class GradientMean(Protocol):
     """The operations of the exchange that an optimizer needs."""
 
+    def completed(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
+    ) -> list[Any]:
+        """The gradients, with zeros for variables that have one on other workers only."""
+
     def mean(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
     ) -> list[Any]:
@@ -71,6 +76,7 @@ class ExchangedUpdate(OptimizerView):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchanges gradients, then applies their means."""
         variables = self._ready(trainable_variables)
+        grads = self._tfpar_exchange.completed(grads, variables, self)
         if not self.gradient_accumulation_steps:
             grads = self._tfpar_exchange.mean(grads, variables, self)
         super().apply(grads, variables)
@@ -117,6 +123,7 @@ class ExchangedLossScaleUpdate(ExchangedUpdate):
         """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""
         variables = self._ready(trainable_variables)
         scale = tf.convert_to_tensor(self.dynamic_scale)
+        grads = self._tfpar_exchange.completed(grads, variables, self)
         grads = [None if gradient is None else _unscaled(gradient, scale) for gradient in grads]
         means = self._tfpar_exchange.mean(grads, variables, self)
         # Powers of two: scaling there and back does not round.
