@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tfpar import models
 from tfpar.exchange import Exchange
+from tfpar.exchange.algorithms.powersgd import PowerSGD, PowerSGDOptions
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -23,3 +25,28 @@ def test_ratios_of_the_paper(resnet18_shapes, rank, ratio):
     dense = 4 * sum(shape.num_elements() for shape in resnet18_shapes)
     assert dense == 4 * 11_173_962
     assert dense / exchange.traffic(2, 0).payload_bytes == pytest.approx(ratio, rel=0.01)
+
+
+class Twins:
+    """Two members with the same gradients."""
+
+    size, rank, members = 2, 0, (0, 1)
+
+    def all_reduce(self, value, instance):
+        del instance
+        return 2.0 * value
+
+
+def test_a_step_without_a_gradient_leaves_the_factors():
+    """As before a layer that begins with zeros. Factors of zeros send nothing of a matrix whose first rows are zero, as
+    those of pixels or tokens that never occur, however large the residual grows."""
+    matrix = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    matrix[:5] = 0.0
+    found = []
+    for gradients in ([matrix], [np.zeros_like(matrix), matrix]):
+        bucket = PowerSGD(PowerSGDOptions(), [tf.TensorShape(matrix.shape)], Twins(), 0, "bucket")
+        for step, gradient in enumerate(gradients):
+            (total,), _ = bucket.reduce([tf.constant(gradient)], tf.constant(step, tf.int64))
+        found.append(total.numpy())
+    assert np.linalg.norm(found[0]) > 0.2 * np.linalg.norm(2.0 * matrix)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -102,15 +102,20 @@ class PowerSGD:
             matrices = [
                 matrix + tf.reshape(part, matrix.shape) for matrix, part in zip(matrices, residuals, strict=True)
             ]
-        right = self._cut(self.state["factors"].read_value(), self._columns)
+        before = self._cut(self.state["factors"].read_value(), self._columns)
         first, second = self._instances
-        products = [tf.matmul(matrix, factor) for matrix, factor in zip(matrices, right, strict=True)]
+        products = [tf.matmul(matrix, factor) for matrix, factor in zip(matrices, before, strict=True)]
         left = [tf.linalg.qr(product).q for product in self._all_reduce(products, self._rows, first)]
         products = [tf.matmul(matrix, factor, transpose_a=True) for matrix, factor in zip(matrices, left, strict=True)]
         right = self._all_reduce(products, self._columns, second)
         sums = [tf.matmul(one, other, transpose_b=True) for one, other in zip(left, right, strict=True)]
-        # Only its directions matter for the next step; the mean keeps it from growing.
-        buckets.assign_or_defer(self.state["factors"], buckets.concatenated(right) / self._group.size, pending)
+        # Only its directions matter for the next step; the mean keeps it from growing. A column of zeros, as where the
+        # gradient is zero, would stay zero for good, unless the first rows of later matrices are not.
+        after = [
+            tf.where(tf.reduce_any(new != 0.0, axis=0), new / self._group.size, old)
+            for new, old in zip(right, before, strict=True)
+        ]
+        buckets.assign_or_defer(self.state["factors"], buckets.concatenated(after), pending)
         residual_norm = tf.zeros([])
         if "worker" in self.state:
             rest = [matrix - total / self._group.size for matrix, total in zip(matrices, sums, strict=True)]
