@@ -231,6 +231,19 @@ def test_a_lower_rate_takes_effect_under_a_schedule_and_without_one():
             np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+def test_a_rate_of_zero_is_not_for_good():
+    """Such as that of a warm-up by epochs."""
+    rates: list[float] = []
+
+    class Noted(keras.callbacks.LearningRateScheduler):
+        def on_epoch_end(self, epoch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    trainer = trainer_of(plain, optimizer="sgd", schedule="constant", learning_rate=0.1)
+    trainer.fit(source(), epochs=4, callbacks=[Noted(lambda epoch: 0.02 * epoch)])
+    assert rates == pytest.approx([0.0, 0.02, 0.04, 0.06])
+
+
 def test_a_last_epoch_that_is_not_complete_ends_too():
     recorder = Recorder()
     trainer_of(plain).fit(source(), steps=EPOCH + 2, callbacks=[recorder])

@@ -213,11 +213,12 @@ class KerasCallbacks:
         """The state, with a learning rate that a callback has set."""
         if self._current_rate is None:
             return state  # the step reads the optimizer's own rate
-        rate = np.float32(self._program.optimizer.learning_rate.numpy())
-        if rate == self._shown or not self._shown:
+        rate, scheduled = np.float32(self._program.optimizer.learning_rate.numpy()), self._current_rate(state.step)
+        if rate == self._shown or not scheduled:
             return state
-        factor, self._shown = float(rate / self._shown), rate
-        return state.replace(lr_multiplier=state.lr_multiplier * factor)
+        self._shown = rate
+        # Not relative to the rate before, which a callback may have set to 0.
+        return state.replace(lr_multiplier=float(rate) / scheduled)
 
 
 def check_callbacks(callbacks: Any, topology: Topology, shard: str = "none") -> list[keras.callbacks.Callback]:
