@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 from tests.commands.test_cli import tfpar
 from tfpar.commands import export
+from tfpar.config import ExperimentConfig
 from tfpar.config.errors import TrainingError
 
 import pytest
@@ -38,3 +40,18 @@ def test_a_full_disk_is_named_and_no_part_is_left(tmp_path, folder, error):
     with pytest.raises(TrainingError, match=r"--output=.*/export could not be written \(No space left on device\)"):
         export._write(Full(), output, "tf_saved_model")
     assert not output.exists()
+
+
+def test_the_check_reads_what_the_run_held_out(tmp_path, monkeypatch):
+    """Not the digits, which are the default of `--dataset`."""
+
+    def of_run(config, path, given):
+        assert path == str(tmp_path / "model.keras")
+        return dataclasses.replace(config, input=dataclasses.replace(config.input, dataset="synthetic:4x6x1:3:64"))
+
+    monkeypatch.setattr(export.tfpar, "examples_of_run", of_run)
+    monkeypatch.setattr(export.tfpar, "initialize", lambda config: None)
+    monkeypatch.setattr(export.tfpar, "load_model", lambda path, spec: spec)
+    spec, x = export._loaded(ExperimentConfig(), str(tmp_path / "model.keras"), 5)
+    assert (spec.input_shape, spec.num_classes) == ((4, 6, 1), 3)
+    assert x.shape == (5, 4, 6, 1)

@@ -1,7 +1,8 @@
 """Exports a trained model as SavedModel or ONNX, and checks the export against the model on real inputs.
 
-A policy of reinforcement learning, beside the checkpoints of its run, is checked on random observations; it has several
-outputs, the first of which are logits or means.
+Data set, held-out share, window and seed are by default those of the run in whose workdir the model is. A policy of
+reinforcement learning, beside the checkpoints of its run, is checked on random observations; it has several outputs,
+the first of which are logits or means.
 
   tfpar export --model_file=runs/quickstart/model.keras --output=runs/quickstart/saved_model
   tfpar export --model_file=runs/quickstart/model.keras --format=onnx --output=runs/digits.onnx
@@ -77,7 +78,8 @@ def _loaded(config: ExperimentConfig, model_file: str, examples: int) -> tuple[k
         policy = tfpar.load_model(model_file)
         shape = [examples, *policy.inputs[0].shape[1:]]
         return policy, np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    source = tfpar.inputs.build_source(config.input, "validation")
+    config = tfpar.examples_of_run(config, model_file, flags.is_given)
+    source = tfpar.inputs.build_source(config.input, "validation", config.train.seed)
     if not source.info.num_examples:
         raise ConfigError(
             f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
