@@ -31,6 +31,8 @@ def main(_: list[str]) -> None:
 
     config = flags.experiment_config()
     if PRESET.value:
+        if given := [name for name in ("model", "model_args") if flags.is_given(name)]:
+            raise ConfigError(f"--{given[0]} builds a model, and --preset names one. Leave one of the two out.")
         config = tfpar.ExperimentConfig.from_flat_dict({**config.as_flat_dict(), "model": CUSTOM})
     tfpar.validate(config)
     check(PRESET.value)
@@ -76,7 +78,9 @@ def backbone_of(preset: str, config: tfpar.ExperimentConfig, spec: tfpar.models.
             raise ConfigError(f"--preset={preset} needs keras-hub: pip install 'tfpar[hub]'.") from error
         weights = any(pathlib.Path(preset).glob("*.weights.*"))
         return keras_hub.models.Backbone.from_preset(preset, load_weights=weights)
-    whole = tfpar.load_model(preset) if preset else tfpar.models.build(config.model.model, spec)
+    whole = (
+        tfpar.load_model(preset) if preset else tfpar.models.build(config.model.model, spec, **config.model.arguments())
+    )
     last = [layer for layer in whole.layers if layer.weights][-1]
     return keras.Model(whole.input, last.input, name="backbone")
 
