@@ -217,6 +217,27 @@ class TestDamage:
         with pytest.raises(ConfigError, match=r"python -m tfpar.inputs.write creates it"):
             read(copy)
 
+    @pytest.mark.parametrize(
+        ("key", "value", "said"),
+        [
+            ("records", [], r"its records is \[\]"),
+            ("class_names", 3, "its class_names is 3"),
+            ("num_classes", "10", "its num_classes is '10'"),
+            ("task", None, "its task is None"),
+            ("text", [], r"its text is \[\]"),
+            ("input_shape", [8, "8", 1], r"the shape of x is \[8, '8', 1\]"),
+            ("label_shape", [-1], r"the shape of y is \[-1\]"),
+            ("scale", "x", "its scale is 'x'"),
+            ("scale", [1.0], "its scale has 1 factors, not one for each input"),
+            ("input_dtype", 3, "its input_dtype is 3"),
+        ],
+    )
+    def test_a_sidecar_that_was_edited_is_refused(self, copy, key, value, said):
+        sidecar = copy / "features.json"
+        sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {key: value}))
+        with pytest.raises(ConfigError, match=rf"features.json', which describes the records: {said}\. python -m"):
+            read(copy)
+
     def test_a_pattern_without_matches_is_refused(self, tmp_path):
         for argument in ("", tmp_path, f"{tmp_path}/*.tfrecord"):
             with pytest.raises(ConfigError, match=r"no file matches.*tfpar.inputs.write"):

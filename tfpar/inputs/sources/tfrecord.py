@@ -30,6 +30,14 @@ FORMAT = "tfpar-tfrecord-1"
 FORMAT_OF_STRUCTURES = "tfpar-tfrecord-2"  # several inputs or labels, sample weights, or text
 SPLITS = ("train", "validation")
 _TEXT_CODES = {"bytes": source.decode_bytes}
+_KINDS = {
+    **dict.fromkeys(("name", "task", "input_dtype", "stored_input_dtype", "stored_label_dtype", "label_dtype"), str),
+    **dict.fromkeys(("input_shape", "label_shape", "class_names"), list),
+    "text": str,
+    "num_classes": int,
+    "records": dict,
+}
+_LARGEST_DIM = 2**31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,16 +256,43 @@ def _load_sidecar(name: str, folder: str) -> Features:
         if content.get("format") not in (FORMAT, FORMAT_OF_STRUCTURES):
             raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT!r} or {FORMAT_OF_STRUCTURES!r}")
         features = Features(**content)
-        for column in tf.nest.flatten(features.columns()):
-            for dtype in (column.dtype, column.fetched):
-                if not (structures.is_number(dtype) or (dtype == tf.string and features.inputs is not None)):
-                    raise ValueError(f"its dtype {dtype.name!r} is not numeric")
+        _check_kinds(features)
         return features
     except (OSError, tf.errors.OpError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"--dataset={name} needs {path!r}, which describes the records: {error}. "
             "python -m tfpar.inputs.write creates it in the directory of the shards."
         ) from error
+
+
+def _check_kinds(features: Features) -> None:
+    """Refuses values that nothing but another program or an editor can have written: they would fail later, unnamed.
+
+    Raises:
+      ValueError: Names the first.
+    """
+    for name, kind in _KINDS.items():
+        value = getattr(features, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"its {name} is {value!r}")
+    if not all(isinstance(name, str) for name in features.class_names):
+        raise ValueError(f"its class_names are {features.class_names}")
+    if not all(isinstance(count, int) for count in features.records.values()):
+        raise ValueError(f"its records are {features.records}")
+    x_columns, _ = features.columns()
+    columns: list[Column] = tf.nest.flatten(features.columns())
+    for column in columns:
+        if not all(isinstance(size, int) and 0 <= size <= _LARGEST_DIM for size in column.shape):
+            raise ValueError(f"the shape of {column.name} is {list(column.shape)}")
+        for dtype in (column.dtype, column.fetched):
+            if not (structures.is_number(dtype) or (dtype == tf.string and features.inputs is not None)):
+                raise ValueError(f"its dtype {dtype.name!r} is not numeric")
+    scale = features.scale
+    scales: list[float] = scale if isinstance(scale, list) else [scale]
+    if not all(isinstance(factor, int | float) for factor in scales):
+        raise ValueError(f"its scale is {scale!r}")
+    if isinstance(scale, list) and (features.inputs is None or len(scale) != len(tf.nest.flatten(x_columns))):
+        raise ValueError(f"its scale has {len(scale)} factors, not one for each input")
 
 
 def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
