@@ -27,3 +27,12 @@ def test_a_source_of_one_input_and_classes_describes_a_task():
 def test_other_sources_are_refused(source, message):
     with pytest.raises(ConfigError, match=message):
         task_spec(source())
+
+
+def test_columns_of_a_table_may_be_one_input(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "t.csv").write_text("a,b,label\n" + "1.5,2.5,no\n3.5,4.5,yes\n" * 9)
+    table = f"csv:{tmp_path}/t.csv?label=label"
+    with pytest.raises(ConfigError, match=r"With as=vector in --dataset, the numeric columns are one input\. Or"):
+        task_spec(inputs.load(table, "train"))
+    assert task_spec(inputs.load(f"{table}&as=vector", "train")).input_shape == (2,)

@@ -66,6 +66,20 @@ def test_a_wrong_backend_and_a_malformed_tf_config() -> None:
     assert re.match(r"not fit to train: \d+ checks, 0 warnings, 2 FAIL", result.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--jsn", "unknown argument --jsn. Did you mean --json?"), ("--timeout=x", "--timeout=x is not a number;")],
+)
+def test_a_wrong_flag_is_one_line(flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([flag], "tfpar doctor")
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}")
+    assert error.endswith(" See tfpar doctor --help.\n")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.cluster
 def test_doctors_of_a_cluster_reach_each_other() -> None:
     command = [sys.executable, "-m", "tfpar.launch", "--workers=2", "--", "-m", "tfpar.doctor", "--timeout=60"]

@@ -162,7 +162,8 @@ def test_an_environment_that_fails_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"env": "gym:Nothing-v0"}, r"--env=gym:Nothing-v0: Gymnasium cannot create it"),
+        ({"env": "gym:Nothing-v0"}, r"--env=gym:Nothing-v0: Gymnasium cannot create it.*`gymnasium.registry`"),
+        ({"env": "gym:CartPol-v1"}, r"--env=gym:CartPol-v1: .* Did you mean 'CartPole-v1'"),
         ({"env": "LunarLander-v3"}, r"--env='LunarLander-v3'.*any environment of Gymnasium"),
         ({"env": "gym:Many-v0"}, r"--env=gym:Many-v0: its action space MultiDiscrete.*Wrap the environment"),
         ({"env": "gym:CartPole-v1", "actors": 3}, r"--actors=3 does not divide the 8 environments of a replica"),

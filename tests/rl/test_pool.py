@@ -93,7 +93,11 @@ def test_actions_of_several_numbers_are_clipped():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"env": "envpool:Nothing-v0"}, r"--env=envpool:Nothing-v0: EnvPool cannot create it.*list_all_envs"),
+        (
+            {"env": "envpool:Nothing-v0"},
+            r"--env=envpool:Nothing-v0: EnvPool cannot create it: there is no such.*list_all",
+        ),
+        ({"env": "envpool:Pog-v5"}, r"--env=envpool:Pog-v5: .* Did you mean 'Pong-v5'"),
         (
             {**ENVIRONMENT, "env_processes": True},
             r"--env_processes: EnvPool steps envpool:CartPole-v1 in its own threads",

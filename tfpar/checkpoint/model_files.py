@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar import inputs, models
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 # Packages whose classes Keras 3.15 imports by name.
 _LOADED_BY_KERAS = ("keras", "keras_hub", "keras_cv", "keras_nlp")
+_TABLES = ("csv:", "parquet:")
 
 
 def task_spec(source: inputs.AnySource) -> models.TaskSpec:
@@ -29,9 +30,11 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
     """
     info = source.info
     if tf.nest.is_nested(info.input_spec) or tf.nest.is_nested(info.label_spec):
+        columns = isinstance(info.input_spec, Mapping) and info.name.startswith(_TABLES)
+        vector = "With as=vector in --dataset, the numeric columns are one input. Or pass" if columns else "Pass"
         raise ConfigError(
             f"--dataset={info.name}: the models of --model take one input and one label per example, but this source "
-            "has several, or no label. Pass your own model to tfpar.Trainer."
+            f"has several, or no label. {vector} your own model to tfpar.Trainer."
         )
     if not info.num_classes:
         raise ConfigError(

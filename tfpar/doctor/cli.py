@@ -7,7 +7,6 @@ out. The exit code is 1 if anything is a FAIL. On all machines of a cluster at t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -30,6 +29,7 @@ from tfpar.config import ConfigError
 from tfpar.doctor.checks import FAIL, OK, WARN, Check, check_tensorflow
 from tfpar.doctor.probe import Probe
 from tfpar.process.activity import activity
+from tfpar.process.command_line import Parser
 from tfpar.process.cores import cores
 from tfpar.process.memory import main_memory
 
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m tfpar.doct
       argv: What follows the program's name; by default from this process.
       program: How a user calls it.
     """
-    parser = argparse.ArgumentParser(prog=program, description=__doc__, allow_abbrev=False)
+    parser = Parser(prog=program, description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.add_argument("--data_dir", default="", help="where data sets are kept (default: that of TFDS)")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for peers to answer (default: 5)")

@@ -6,8 +6,9 @@ Threads of this process act in them while the device learns; see `tfpar.rl.actor
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -62,6 +63,19 @@ def require_gymnasium() -> Any:
     return gymnasium
 
 
+def suggestion(name: str, known: Sequence[str], where: str) -> str:
+    """Returns what a user may do whose environment does not exist.
+
+    Args:
+      name: The name that was given.
+      known: The names that exist.
+      where: What lists them in Python.
+    """
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return f"{hint}`{where}` has the names of all."
+
+
 def make_environments(name: str, count: int, processes: bool = False, *, render: bool = False) -> Any:
     """Creates a vector of Gymnasium environments. Observations that are not arrays are flattened to one array.
 
@@ -91,7 +105,11 @@ def make_environments(name: str, count: int, processes: bool = False, *, render:
             **({"render_mode": "rgb_array"} if render else {}),
         )
     except (gymnasium.error.Error, ImportError, NotImplementedError) as error:
-        raise ConfigError(f"--env={PREFIX}{name}: Gymnasium cannot create it: {error}") from error
+        reason = str(error)
+        if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.VersionNotFound):
+            known = suggestion(name, list(gymnasium.registry), "gymnasium.registry")
+            reason = f"there is no such environment. {known}"  # its own suggestions lack the version
+        raise ConfigError(f"--env={PREFIX}{name}: Gymnasium cannot create it: {reason}") from error
 
 
 def find_in_gymnasium(name: str) -> HostEnvironment:

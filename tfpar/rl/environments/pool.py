@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.rl.environments.host import HostEnvironment, describe
+from tfpar.rl.environments.host import HostEnvironment, describe, suggestion
 
 import numpy as np
 
@@ -102,10 +102,10 @@ class Pool:
                     self._name, env_type="gymnasium", num_envs=self._count, num_threads=self._threads, seed=seeds
                 )
             except (AssertionError, ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"--env={PREFIX}{self._name}: EnvPool cannot create it: {error} `envpool.list_all_envs()` lists "
-                    f"its names."
-                ) from error
+                names = envpool.list_all_envs()
+                reason = f"{error}" if self._name in names else "there is no such environment."
+                known = suggestion(self._name, names, "envpool.list_all_envs()")
+                raise ConfigError(f"--env={PREFIX}{self._name}: EnvPool cannot create it: {reason} {known}") from error
 
     def _observed(self, observation: np.ndarray) -> np.ndarray:
         return np.moveaxis(observation, 1, -1) if self._channels_first else observation

@@ -59,7 +59,8 @@ def adapt_model(
     if trainable and not found:
         learned = {id(weight) for layer in all_layers(model) for weight in weights_made_to_learn(layer)}
         paths = _shown([weight.path for weight in model.weights if id(weight) in learned])
-        raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}.")
+        end = "" if paths.endswith("...") else "."
+        raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}{end}")
     if original is not None:
         adapt_model(original.model, options)
         original.note_flags()

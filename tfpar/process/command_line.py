@@ -1,0 +1,26 @@
+"""A parser of command lines whose errors are one line, for the programs that need no TensorFlow to read them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import NoReturn
+
+from tfpar.process.exit_codes import USAGE_ERROR
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors without the usage block, and with suggestions for misspelt flags."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            flag = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+            message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
+        wrong = re.fullmatch(r"argument (--\w+): invalid (int|float) value: '(.*)'", message)
+        if wrong:
+            flag, kind, value = wrong.groups()
+            message = f"{flag}={value} is not a {'whole ' * (kind == 'int')}number; give one, as in {flag}=2."
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(USAGE_ERROR, f"error: {message}{end} See {self.prog} --help.\n")
