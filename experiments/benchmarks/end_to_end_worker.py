@@ -196,4 +196,5 @@ def _tfpar(contender: str, workload: Workload, seed: int, jit_compile: bool) -> 
 
 
 if __name__ == "__main__":
+    fleet.explain(__doc__)
     fleet.serve(Worker().handle)

@@ -243,4 +243,5 @@ class Worker:
 
 
 if __name__ == "__main__":
+    fleet.explain(__doc__)
     fleet.serve(Worker().handle)

@@ -13,6 +13,9 @@ from typing import Any
 
 from experiments.benchmarks import fleet, netns
 
+if __name__ == "__main__":
+    fleet.explain(__doc__)  # before PyTorch, which the environment of a reader need not have
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

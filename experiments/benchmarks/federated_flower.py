@@ -14,6 +14,10 @@ import sys
 import time
 from typing import Any
 
+if __name__ == "__main__" and len(sys.argv) != 4:
+    print((__doc__ or "").strip())  # before Flower, which the environment of a reader need not have
+    raise SystemExit(0 if sys.argv[1:] in (["--help"], ["-h"]) else 2)
+
 import flwr
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict

@@ -113,6 +113,17 @@ class Fleet:
         return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]) or "it said nothing"
 
 
+def explain(document: str | None) -> None:
+    """Ends a worker's program that a person has started, with what it is; returns if a starter has.
+
+    Args:
+      document: The docstring of the program.
+    """
+    if sys.argv[1:] or sys.stdin.isatty():
+        print(f"{(document or '').strip()}\n\nIt has no flags: another program starts it.")
+        raise SystemExit(0 if sys.argv[1:] in (["--help"], ["-h"]) else 2)
+
+
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     """Answers requests until the starter has gone.
 

@@ -109,4 +109,5 @@ class Clock(keras.callbacks.Callback):
 
 
 if __name__ == "__main__":
+    fleet.explain(__doc__)
     fleet.serve(handle)

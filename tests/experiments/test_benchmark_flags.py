@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 
 from tests import nursery
@@ -11,6 +12,17 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize(
+    "name", ["exchange_tensorflow", "exchange_torch", "end_to_end_worker", "slow_link_worker", "federated_flower"]
+)
+def test_programs_that_another_one_starts_say_so(name):
+    """Also without what they need: PyTorch, Flower, a cluster."""
+    command = [sys.executable, "-m", f"experiments.benchmarks.{name}", "--help"]
+    done = nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"another program starts it|started by it", done.stdout)
 
 
 @pytest.mark.parametrize(
