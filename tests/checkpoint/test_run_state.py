@@ -127,7 +127,7 @@ def test_a_long_list_of_mismatches_is_cut():
 def test_other_data_is_refused():
     config = ExperimentConfig.from_flat_dict({"dataset": "digits", "workdir": "runs/a"})
     run_state.check_data({"input": {"fingerprint": "abc"}}, "abc", config)
-    with pytest.raises(ConfigError, match=r"--dataset=digits: .*runs/a.*another --workdir"):
+    with pytest.raises(ConfigError, match=r"--dataset=digits: .*runs/a.*class_weight.*another --workdir"):
         run_state.check_data({"input": {"fingerprint": "abc"}}, "abd", config)
 
 

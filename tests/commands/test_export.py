@@ -55,3 +55,11 @@ def test_the_check_reads_what_the_run_held_out(tmp_path, monkeypatch):
     spec, x = export._loaded(ExperimentConfig(), str(tmp_path / "model.keras"), 5)
     assert (spec.input_shape, spec.num_classes) == ((4, 6, 1), 3)
     assert x.shape == (5, 4, 6, 1)
+
+
+def test_a_negative_tolerance_is_refused_at_once():
+    """The export would be written, and then be called wrong whatever it is."""
+    result = tfpar("export", "--tolerance=-1", "--model_file=a.keras", "--output=b")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --tolerance=-1")
+    assert result.stderr.count("\n") == 1

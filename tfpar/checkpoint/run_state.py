@@ -226,7 +226,8 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
     if run["input"]["fingerprint"] != fingerprint:
         raise ConfigError(
             f"--dataset={config.input.dataset}: the data set is not the one the run in {config.checkpoint.workdir} was "
-            "trained on (number, shape or files of its examples differ). Restore it, or use another --workdir."
+            "trained on (number, shape or files of its examples differ, or values or weights of arrays, those of "
+            "class_weight included, or the labels that a loss ignores). Restore it, or use another --workdir."
         )
 
 

@@ -46,7 +46,10 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
     absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")
     absl_flags.DEFINE_integer("examples", 64, "Held-out examples that the check compares.", lower_bound=1)
     absl_flags.DEFINE_float(
-        "tolerance", None, "Largest allowed difference, relative to the largest output; 1e-4, for 16-bit models 1e-2."
+        "tolerance",
+        None,
+        "Largest allowed difference, relative to the largest output; 1e-4, for 16-bit models 1e-2.",
+        lower_bound=0.0,
     )
     flags.run(main, argv, program=program)
 

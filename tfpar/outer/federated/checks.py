@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfpar import cluster
-from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig, parse_arguments
+from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig, InputConfig, parse_arguments
 from tfpar.exchange import spec as specs
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import encoding, privacy, server
@@ -68,6 +68,7 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
         ("round_seconds", config.outer.round_seconds, 0.0),
         ("outer_optimizer", config.outer.outer_optimizer, "auto"),
         ("accumulate_steps", config.train.accumulate_steps, 1),
+        ("global_batch_size", config.input.global_batch_size, InputConfig().global_batch_size),
         ("augment", config.input.augment, "none"),
         ("on_bad_record", config.input.on_bad_record, "fail"),
         ("ema", config.optimizer.ema, 0.0),
