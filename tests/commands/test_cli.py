@@ -51,6 +51,22 @@ def test_help_does_not_import_tensorflow(command):
     assert imported.isdisjoint(HEAVY)
 
 
+@pytest.mark.parametrize("module", ["tfpar.inputs.write", "tfpar.exchange", "tfpar.cluster"])
+def test_modules_without_a_command_have_help_and_refuse_flags_that_they_lack(module):
+    def run(flag: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", module, flag]
+        return nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+    shown = run("--help")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"usage: python -m {module} ")
+    refused = run("--nonesuch")
+    assert refused.returncode == 2
+    assert "nonesuch" in refused.stderr
+    assert refused.stderr.startswith("error: ")
+    assert refused.stderr.count("\n") == 1
+
+
 def test_help_names_every_command_and_its_flags():
     listed = tfpar("--help").stdout
     assert all(re.search(rf"^  {name} ", listed, re.MULTILINE) for name in cli.COMMANDS)

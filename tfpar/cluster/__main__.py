@@ -6,11 +6,13 @@ import sys
 
 from tfpar.cluster.info import current
 from tfpar.config import ConfigError
+from tfpar.process.command_line import Parser
 from tfpar.process.exit_codes import USAGE_ERROR
 
 
 def main() -> int:
     """Prints this process's place and the address of every task; returns the exit code."""
+    Parser(prog="python -m tfpar.cluster", description=__doc__, allow_abbrev=False).parse_args()
     try:
         info = current()
     except ConfigError as error:

@@ -21,15 +21,15 @@ from typing import NoReturn
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.config.errors import TrainingError
+from tfpar.config.flags import run as run_program
 from tfpar.inputs import bad_records, registry
 from tfpar.inputs.source import Source, no_autograph
 from tfpar.inputs.sources import tfrecord
 from tfpar.inputs.structures import Structure
-from tfpar.process.exit_codes import USAGE_ERROR
 from tfpar.process.writable import unwritable, write_reason
 
 import tensorflow as tf
-from absl import app, flags
+from absl import flags
 
 _OPTIONS = (
     "dataset",
@@ -166,13 +166,6 @@ def _main(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
     )
 
 
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _fail(error, USAGE_ERROR)
-
-
 def _fail(error: Exception, code: int) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(code)
@@ -180,4 +173,4 @@ def _fail(error: Exception, code: int) -> NoReturn:
 
 if __name__ == "__main__":
     _define_flags(flags.FLAGS)
-    app.run(_main, flags_parser=_parse)
+    run_program(_main, program="python -m tfpar.inputs.write")
