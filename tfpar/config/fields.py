@@ -6,6 +6,7 @@ This module imports neither TensorFlow nor Keras.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import numbers
@@ -118,7 +119,7 @@ class ConfigBase:
     """Base of the sections of a configuration: checks types, choices and bounds when it is built."""
 
     def __post_init__(self) -> None:
-        annotations = typing.get_type_hints(type(self))
+        annotations = _annotations(type(self))
         for field in dataclasses.fields(self):
             words, value = field.metadata.get("words") or {}, getattr(self, field.name)
             if isinstance(value, str) and value in words:
@@ -134,6 +135,12 @@ class ConfigBase:
                 low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
                 if (low is not None and not value >= low) or (high is not None and not value <= high):
                     raise ConfigError(f"--{field.name}={value} is out of range: it must be {range_text(field)}.")
+
+
+@functools.cache
+def _annotations(section: type[ConfigBase]) -> dict[str, Any]:
+    """Of each field; to evaluate their text takes longer than all checks."""
+    return typing.get_type_hints(section)
 
 
 def range_text(field: dataclasses.Field[Any]) -> str:
