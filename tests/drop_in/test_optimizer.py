@@ -38,7 +38,7 @@ def test_keras_sees_the_optimizer_that_it_knows(alone):
 )
 def test_saved_it_loads_as_the_plain_optimizer_and_goes_on(alone, tmp_path, make):
     def train(optimizer: keras.optimizers.Optimizer) -> keras.Model:
-        keras.backend.clear_session()
+        keras.backend.clear_session(free_memory=False)
         keras.utils.set_random_seed(0)
         model = model_of()
         model.compile(optimizer, "mse", jit_compile=False)

@@ -50,7 +50,7 @@ def build(classes: int) -> keras.Model:
 
 
 def learner(**options) -> IncrementalLearner:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     config = ExperimentConfig.from_flat_dict(
         {**ExperimentConfig().as_flat_dict(), "dataset": "custom", "model": "custom", **OPTIONS, **options}
     )

@@ -63,7 +63,7 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
     sent = load(f"tfrecord:{shards}", "train")
     whole = sent.fetch(tf.range(EXAMPLES, 4 * EXAMPLES, dtype=tf.int64))
     assert sorted(map(bytes, np.concatenate(x))) == sorted(map(bytes, whole[0].numpy()))  # each once
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     plain = tfpar.Trainer(
         lambda: tfpar.models.build("mlp", tfpar.task_spec(sent)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

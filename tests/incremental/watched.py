@@ -44,7 +44,7 @@ def config_of(base, incoming, run, **options) -> ExperimentConfig:
 
 
 def learner_of(base, incoming, workdir, **options) -> OnlineLearner:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     config = config_of(base, incoming, workdir, **options)
     check(config)
     train, validation = tfpar.inputs.build_splits(config.input, 0)

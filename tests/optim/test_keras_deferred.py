@@ -28,7 +28,7 @@ def called() -> keras.Model:
 
 
 def seeded(make: Callable[[], keras.Model]) -> keras.Model:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     return make()
 
@@ -79,7 +79,7 @@ def test_a_function_whose_values_are_those_of_a_graph_fails():
         tf.function(model, autograph=False)(tf.ones([5, 3]), training=True)
         return model
 
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     assert deferred(make) is None
     keras.random.normal([2])
 
@@ -135,13 +135,13 @@ def uninitialized_variables():
 
 
 def object_name_uids():
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.layers.Dense(2)
     assert global_state.get_global_attribute("object_name_uids")["dense"] == 1
 
 
 def global_seed_generator():
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.random.normal([2])
     assert isinstance(global_state.get_global_attribute("global_seed_generator"), keras.random.SeedGenerator)
 

@@ -27,7 +27,7 @@ SMALL = {
 
 
 def trained(**options):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     trainer = rl.ReinforcementTrainer(**(SMALL | {"jit_compile": False, "steps": 20} | options))
     return trainer, trainer.fit()
 

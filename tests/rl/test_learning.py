@@ -12,7 +12,7 @@ pytestmark = pytest.mark.proof
 
 
 def mean_return(env: str, seed: int, algorithm: str = "ppo", **options) -> float:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     given = {"algorithm": algorithm, "seed": seed, "verbose": 0, "strategy": "one_device"}
     trainer = rl.ReinforcementTrainer(env, **(given | options))
     trainer.fit()

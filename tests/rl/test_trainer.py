@@ -304,7 +304,7 @@ def test_an_environment_that_is_only_on_the_device_is_not_played_in_gymnasium(pl
 
 def test_pictures_of_an_episode_take_any_seed():
     """As `--seed` does: one of more than 31 bits ended the run at its first evaluation."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     trainer = rl.ReinforcementTrainer(**SMALL | {"jit_compile": False, "steps": 4, "seed": 5_000_000_000})
     pictures, captions = trainer._film()
     assert len(pictures) == len(captions) > 1

@@ -189,7 +189,7 @@ def test_weights_with_a_short_dimension(units, monkeypatch):
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2,pipeline:2"])
 def test_all_places_take_the_same_step_of_a_schedule_of_the_optimizers_own(mesh):
     def trained(strategy: str, mesh: str = "", devices: int = 0, **options: Any) -> dict[str, np.ndarray]:
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         config = {**divided.COMMON, "strategy": strategy, "mesh": mesh, "devices": devices, "steps": 4, **options}
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -294,7 +294,7 @@ def test_weights_with_constraints_are_resumed_on_one_device(tmp_path):
 )
 def test_gradients_whose_squares_float32_does_not_hold_are_clipped(mesh, shard):
     runtime = divided.runtime_of("mirrored", mesh, 4)
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     options = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "weight_decay_exclude": "", **shard}
     config = tfpar.ExperimentConfig.from_flat_dict(
         {**divided.COMMON, "strategy": "mirrored", "devices": 4, "mesh": mesh, "schedule": "constant", **options}

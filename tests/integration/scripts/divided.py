@@ -317,7 +317,7 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **chosen, **options})
     if runtime is None:
         runtime = tfpar.initialize(config)
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     metrics: Any = ["accuracy"]

@@ -31,7 +31,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def dense_model(seed: int = 0, width: int = 64, dtype: str = "float32") -> keras.Model:
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
         [
@@ -53,7 +53,7 @@ def embedding_model(vocabulary: int = 11) -> keras.Model:
         def call(self, inputs: Any) -> Any:
             return inputs
 
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
     tokens = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 40.0, tf.int32) % vocabulary)(inputs)

@@ -86,7 +86,7 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tupl
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
     if runtime is None:
         runtime = tfpar.initialize(config)
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(
         lambda: build(normalizes=normalizes, saturates=bad < 0, slow=slow, pair=pair),

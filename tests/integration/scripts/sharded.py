@@ -74,7 +74,7 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
     if runtime is None:
         runtime = tfpar.initialize(config)
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.config.set_dtype_policy(config.precision.precision)
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(

@@ -21,7 +21,7 @@ def stopped(**options: Any) -> tfpar.Trainer:
     strategy = "mirrored" if options else "one_device"
     config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": strategy, **options})
     runtime = divided.runtime_of(strategy, options.get("mesh", ""), options.get("devices", 0))
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(
         divided.dense,

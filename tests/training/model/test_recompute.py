@@ -170,7 +170,7 @@ def test_a_run_ends_with_the_same_weights(options):
         summary = trainer.fit(data(), steps=6)
         return summary["train_loss"], [np.asarray(each) for each in trainer.model.trainable_variables]
 
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     tf.nest.map_structure(
         lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6), train("none"), train("blocks")
     )

@@ -66,7 +66,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(devices: int, build, tokens=None, **options) -> tfpar.Trainer:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     strategy = "mirrored" if devices > 1 else "one_device"
     config = tfpar.ExperimentConfig.from_flat_dict(

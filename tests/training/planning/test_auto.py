@@ -36,7 +36,7 @@ def config(**changes) -> ExperimentConfig:
 
 
 def trained(**changes) -> tfpar.Trainer:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = tfpar.Trainer(divided.dense, loss=loss, config=config(**changes))
     x, y = divided.data("dense")
