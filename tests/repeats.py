@@ -331,9 +331,6 @@ REPEATS = {
         "images-total_square-1-options5",
         "images-loss3-1-options3",
     ),
-    "tests/training/planning/test_counting.py::test_predicted_bytes_are_those_that_devices_hold": (
-        "pipeline:2,model:2-4-options1",
-    ),
     "tests/training/test_adapters_on_meshes.py::test_equal_one_device": ("language_model-model:2-2-options1",),
     "tests/training/test_evaluation.py::test_equals_keras_evaluate": ("1-False", "3-True"),
     "tests/training/test_evaluation.py::test_evaluation_has_batches_of_its_own_and_may_be_cut_short_during_training": (

@@ -63,7 +63,7 @@ def test_averages_are_saved_in_place_of_weights(tmp_path):
 
 def test_all_blocks_are_read_if_the_disk_is_full(tmp_path, monkeypatch):
     """The other workers send them: a chief that stopped would leave them waiting."""
-    trainer = divided.here("mirrored", "model:2", steps=1)
+    trainer = divided.made_here("mirrored", "model:2")
     read = []
 
     def counted(variable):

@@ -62,7 +62,7 @@ def test_fragments_of_divided_weights(mesh, devices, model):
 
 
 def test_a_copy_that_is_not_finite_is_noticed_on_any_device():
-    rounds = divided.here("mirrored", "model:2", 2, steps=5, **ROUNDS).program.rounds
+    rounds = divided.made_here("mirrored", "model:2", 2, **ROUNDS).program.rounds
     [bias] = [each for each in rounds.model_variables if each.path.endswith("second/bias")]
     assert split_of(bias) is None
     assert np.isfinite(rounds.sets.moved())
@@ -88,7 +88,7 @@ def test_outer_weights_are_divided_like_the_model(kind):
 
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2,pipeline:2"])
 def test_norms_count_every_weight_once(mesh):
-    rounds = divided.here("mirrored", mesh, 4, steps=5, **ROUNDS).program.rounds
+    rounds = divided.made_here("mirrored", mesh, 4, **ROUNDS).program.rounds
     weights = rounds.model_variables[: len(rounds.model_variables) - rounds.state_count]
     rounds.start()
     before = [whole(weight) for weight in weights]
@@ -108,7 +108,7 @@ def test_norms_count_every_weight_once(mesh):
 def test_a_mean_movement_is_applied_to_the_parts(fragments):
     """As after a run of another number of workers."""
     options = {**ROUNDS, "outer_fragments": fragments}
-    rounds = divided.here("mirrored", "data:2,model:2", 4, steps=5, **options).program.rounds
+    rounds = divided.made_here("mirrored", "data:2,model:2", 4, **options).program.rounds
     weights = rounds.model_variables[: len(rounds.model_variables) - rounds.state_count]
     generator = np.random.default_rng(0)
     before = [whole(weight) for weight in weights]

@@ -108,7 +108,7 @@ def test_saved_with_the_kernels_and_resumed_on_one_device(tmp_path):
 
 
 def test_frozen_kernels_are_sharded_too():
-    trainer = divided.here("mirrored", "", 2, steps=1, lora="2:third|fourth", shard="weights")
+    trainer = divided.made_here("mirrored", "", 2, lora="2:third|fourth", shard="weights")
     kernels = [each for each in trainer.model.non_trainable_variables if is_sharded(each)]
     assert {each.path.rpartition("/")[2] for each in kernels} == {"kernel"}
     assert sum(math.prod(each.shape) for each in kernels) == (64 * 24 + 24 * 128 + 128 * 48) / 2

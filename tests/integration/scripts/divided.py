@@ -305,6 +305,12 @@ def here(strategy: str = "one_device", mesh: str = "", devices: int = 0, **optio
     return train({"strategy": strategy, "mesh": mesh, "devices": devices, **options}, runtime)
 
 
+def made_here(strategy: str, mesh: str, devices: int = 0, model: str = "dense", **options: Any) -> tfpar.Trainer:
+    """What `here` trains, before its first step."""
+    runtime = runtime_of(strategy, mesh, devices)
+    return made(model, {"strategy": strategy, "mesh": mesh, "devices": devices, **options}, runtime)
+
+
 def runtime_of(strategy: str, mesh: str = "", devices: int = 0) -> tfpar.Runtime:
     return strategies.build(choose_topology(StrategyConfig(strategy=strategy, mesh=mesh, devices=devices)))
 
@@ -312,6 +318,14 @@ def runtime_of(strategy: str, mesh: str = "", devices: int = 0) -> tfpar.Runtime
 def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpar.Trainer:
     """Trains a model on the same examples from the same seed; its last results are `trainer.results`."""
     model, steps = options.pop("model", "dense"), options.pop("steps", STEPS)
+    trainer = made(model, options, runtime)
+    x, y = data(model)
+    trainer.results = trainer.fit(x, y, steps=steps, validation=(first_of(x, 50), first_of(y, 50)))
+    return trainer
+
+
+def made(model: str, options: dict[str, Any], runtime: tfpar.Runtime | None) -> tfpar.Trainer:
+    """A trainer of a model of `MODELS`, from the same seed."""
     # The bias of keys has no gradient but rounding, which Adam would make steps of.
     chosen = {} if model == "dense" else {"optimizer": "sgd", "learning_rate": 0.3}
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **chosen, **options})
@@ -333,10 +347,7 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
         loss, metrics = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}, {}
     mesh = config.strategy.mesh
     layout = map_of_backbone(mesh) if model == "grouped_query" and "model" in mesh else None
-    trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime, layout=layout)
-    x, y = data(model)
-    trainer.results = trainer.fit(x, y, steps=steps, validation=(first_of(x, 50), first_of(y, 50)))
-    return trainer
+    return tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime, layout=layout)
 
 
 def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:

@@ -118,7 +118,7 @@ def test_facts_travel_between_processes(counted, name):
 def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, options):
     """Weights, and the optimizer's state to a few scalars; with local steps, those of the outer optimizer too."""
     options = {"optimizer": "adamw", **options}
-    trainer = divided.here("mirrored", mesh, devices, model="language_model", steps=1, **options)
+    trainer = divided.made_here("mirrored", mesh, devices, model="language_model", **options)
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options, "mesh": mesh})
     facts = Facts(costs=counted["language_model"][1], state_per_weight=8, **FLAGS)
     plan = Plan(
