@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pathlib
 import re
-import subprocess
 import sys
 import tracemalloc
 import zipfile
 
+from tests import nursery
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_saved_whole
 from tfpar.checkpoint import export
@@ -142,6 +142,6 @@ try:
 except OSError as error:
     print("found:", error)
 """
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model.keras"], capture_output=True, text=True)
+    done = nursery.run([sys.executable, "-c", code, str(tmp_path / "model.keras")], capture_output=True, text=True)
     assert re.search(r"^found: \[Errno 27\] File too large$", done.stdout, re.MULTILINE), done.stdout + done.stderr
     assert not list(tmp_path.iterdir())

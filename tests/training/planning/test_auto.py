@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 
 import tfpar
+from tests import nursery
 from tests.integration.scripts import divided
 from tfpar.cluster import rendezvous
 from tfpar.config import ConfigError, ExperimentConfig
@@ -106,5 +106,5 @@ def test_nothing_runs_before_the_devices_are_set_up(options):
     """In a process of its own: here the devices exist already."""
     job = ["image", "--dataset=digits", "--model=mlp", "--devices=2", "--steps=2", "--jit_compile=false"]
     command = [sys.executable, "-m", "tfpar", "train", *job, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = nursery.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
