@@ -8,10 +8,12 @@ import sys
 import tracemalloc
 import zipfile
 
+import tfpar
 from tests import nursery
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_saved_whole
 from tfpar.checkpoint import export
+from tfpar.monitor.summary import replica_digests
 from tfpar.parallel import split
 from tfpar.parallel.split import whole, whole_blocks
 
@@ -21,17 +23,28 @@ import pytest
 import tensorflow as tf
 
 MESHES = ["model:2", "pipeline:2", "data:2"]
-
-
-@pytest.fixture(params=[1 << 8, 32 << 20], ids=["small blocks", "large blocks"])
-def block_bytes(request, monkeypatch):
-    monkeypatch.setattr(split, "_BLOCK_BYTES", request.param)
-    return request.param
+SMALL, LARGE = 1 << 8, 32 << 20
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_blocks_are_the_whole_value_in_order(mesh, block_bytes):
-    trainer = divided.here("mirrored", mesh, model="language_model", steps=2)
+def test_a_file_holds_the_whole_model(mesh, tmp_path, monkeypatch):
+    """In blocks of a part of a weight, or of all of it; they are the whole value in order."""
+    monkeypatch.setattr(split, "_BLOCK_BYTES", SMALL)
+    trainer = divided.here("mirrored", mesh, model="language_model", steps=2, workdir=str(tmp_path / "run"))
+    assert_saved_whole(trainer, tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").glob("*.keras")} == {"model.keras"}
+    assert assert_blocks_are_the_whole_value(trainer, SMALL)
+    monkeypatch.setattr(split, "_BLOCK_BYTES", LARGE)
+    assert_blocks_are_the_whole_value(trainer, LARGE)
+    weights = trainer.model.trainable_variables
+    assert set(replica_digests(trainer.strategy, weights)) == {trainer.results["params_sha256"]}
+    export.export_model(trainer.model, weights, tmp_path / "large" / "model.keras")
+    assert_saved_whole(trainer, tmp_path / "large")
+    assert {path.name for path in (tmp_path / "large").iterdir()} == {"model.keras"}
+
+
+def assert_blocks_are_the_whole_value(trainer: tfpar.Trainer, block_bytes: int) -> int:
+    """Returns how many values had several blocks."""
     several = 0
     for variable in [*trainer.model.variables, *trainer.optimizer.variables]:
         for copy in range(len(split.copies_of(variable))):
@@ -40,14 +53,7 @@ def test_blocks_are_the_whole_value_in_order(mesh, block_bytes):
             assert all(block.nbytes <= max(block_bytes, whole(variable).nbytes // 2) for block in blocks[1:])
             found = np.concatenate([block.reshape(-1) for block in blocks])
             np.testing.assert_array_equal(found, whole(variable).reshape(-1))
-    assert several or block_bytes > 1 << 10
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_file_holds_the_whole_model(mesh, block_bytes, tmp_path):
-    trainer = divided.here("mirrored", mesh, model="language_model", steps=2, workdir=str(tmp_path))
-    assert_saved_whole(trainer, tmp_path)
-    assert {path.name for path in tmp_path.glob("*.keras")} == {"model.keras"}
+    return several
 
 
 def test_averages_are_saved_in_place_of_weights(tmp_path):
