@@ -201,6 +201,7 @@ REPEATS = {
     "tests/outer/test_divided_rounds.py::test_weights_of_whole_replicas": (
         "data:2,model:2-4-language_model",
         "model:2-2-dense",
+        "pipeline:2-2-dense",
     ),
     "tests/process/test_startup.py::test_verbose_leaves_everything": (),
     "tests/rl/test_dqn.py::test_two_replicas_learn_what_one_does": ("0.0",),
@@ -313,6 +314,7 @@ REPEATS = {
         "convolutions_with_batch_statistics-blocks-blocks4-True",
         "attention_with_masks_and_dropout-attention|dense-blocks2-False",
     ),
+    "tests/training/model/test_sharded_lookup.py::test_rows_that_travel_train_as_the_table_does": ("plain-2-1",),
     "tests/training/model/test_whole_batches.py::test_a_batch_that_is_not_full_gives_the_numbers_of_keras": (
         "compute_loss-1-false",
         "add_loss-1-false",
