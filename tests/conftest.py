@@ -12,6 +12,8 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # The tests must not see a real GPU: layouts are made of logical CPU devices everywhere.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.pop("TF_CONFIG", None)
+# Some tests count tensors. The system's allocator, which runs with divided models choose, does not.
+os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0")
 
 from tests.repeats import repeats
 from tfpar.training.program import Program

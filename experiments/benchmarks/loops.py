@@ -54,6 +54,9 @@ def process_bytes(field: str) -> int:
 def allocated_peak() -> int:
     """The most bytes of tensors on this process's CPU devices at once, since `forget_allocated_peak`.
 
+    It is 0 with the system's allocator, which divided models use unless the environment says
+    `TF_ONEDNN_USE_SYSTEM_ALLOCATOR=0`.
+
     Raises:
       ValueError: TensorFlow does not count them. It does if it uses oneDNN, as on x86 by default.
     """

@@ -4,7 +4,8 @@ Each way to divide trains on a cluster of its own on this machine. The peak of a
 has counted (`VmHWM`): of all workers the largest, while the model is built, while it trains, and afterwards, when
 replicas are compared, the checkpoint and `model.keras` written. `net` is the peak less that of a process that has only
 imported TensorFlow, measured in the same call. `tensors` is the most that TensorFlow's allocator has given out at once
-in training: what a device needs. None of this needs a quiet machine, but four workers of data parallelism need 20 GiB.
+in training: what a device needs. Divided models use the system's allocator, which does not count, and so run once more
+with --tensors. None of this needs a quiet machine, but four workers of data parallelism need 20 GiB.
 
   python experiments/benchmarks/memory.py
   python experiments/benchmarks/memory.py --workers=2 --ways=data,model --saves=false --measured_steps=4
@@ -14,6 +15,7 @@ in training: what a device needs. None of this needs a quiet machine, but four w
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,11 +49,13 @@ WAYS = absl_flags.DEFINE_list(
 STEPS = absl_flags.DEFINE_integer("measured_steps", 2, "Steps of a run.", lower_bound=1)
 JIT = absl_flags.DEFINE_string("jit_compile", "auto", "Value of --jit_compile in the runs.")
 SAVES = absl_flags.DEFINE_bool("saves", True, "Whether runs write checkpoints and model.keras.")
+TENSORS = absl_flags.DEFINE_bool("tensors", False, "Whether to count the tensors of divided models, in further runs.")
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
 AXES = ("data", "model", "pipeline")
 PHASES = ("build", "train", "end")
 MIB = 2**20
+ALLOCATOR = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 
 
 def forget_peak() -> None:
@@ -113,13 +117,13 @@ def options_of(way: str) -> dict[str, Any]:
     }
 
 
-def on_cluster(way: str) -> dict[str, int]:
+def on_cluster(way: str, **environment: str) -> dict[str, int]:
     """`measure` on a cluster of its own: of each phase, what the largest worker needs."""
     with tempfile.TemporaryDirectory() as workdir:
         options = {**options_of(way), **({"workdir": workdir} if SAVES.value else {})}
         launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={WORKERS.value}", "--"]
         command = [*launcher, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"train"' in line]
     if done.returncode or len(found) != WORKERS.value:
         raise SystemExit(f"{way} failed:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -150,10 +154,13 @@ def main(_: list[str]) -> None:
     for way in WAYS.value:
         phases = on_cluster(way)
         peak = max(phases[phase] for phase in PHASES)
+        if TENSORS.value and not phases["tensors"]:
+            phases["tensors"] = on_cluster(way, **{ALLOCATOR: "0"})["tensors"]
         first, tensors = first or peak, tensors or phases["tensors"]
         columns = "".join(f"{phases[phase] / MIB:>11.0f}" for phase in PHASES)
         ratios = f"{peak / first:>12.2f}{(peak - base) / (first - base):>11.2f}"
-        ratios += f"{phases['tensors'] / MIB:>13.0f}{phases['tensors'] / tensors:>7.2f}"
+        if phases["tensors"]:
+            ratios += f"{phases['tensors'] / MIB:>13.0f}{phases['tensors'] / tensors:>7.2f}"
         print(f"{way:<{width}}{columns}{peak / MIB:>10.0f}{(peak - base) / MIB:>9.0f}{ratios}", flush=True)
 
 

@@ -135,6 +135,7 @@ def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, floa
 def predicted(options: dict[str, Any], workers: int, link: str) -> list[Prediction]:
     """The plans that fit, the best first, for workers with as many threads as they will have."""
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(max(1, cores() // workers))
+    os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "0"  # the system's, which divided models use, counts no tensors
     config = tfpar.ExperimentConfig.from_flat_dict(options)
     between = between_cpus("gloo", parse_link(link, "--cases", _LATENCY_S) if link else None)
     return [*plan_offline(config, hosts=workers, flops=0.0, between=between, hosts_here=workers).fitting]

@@ -1,8 +1,11 @@
-"""The C library's heaps.
+"""The C library's heaps, and the allocator that TensorFlow has above them on CPUs.
 
 glibc gives threads up to eight heaps per core (`M_ARENA_MAX`, malloc(3)), and each heap keeps what its threads have
 freed, where the others cannot use it. TensorFlow's threads take and free the same sizes in turn, so a worker's peak
 contains most of them several times.
+
+With oneDNN, TensorFlow (2.21, `MklCPUAllocator`) takes memory for larger tensors in regions of up to hundreds of MiB,
+and never returns it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import platform
 from tfpar.process.cores import cores
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TOP_PAD = -8, -3, -2  # M_ARENA_MAX and so on in glibc's malloc.h
+_SYSTEM_ALLOCATOR = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
 
 
@@ -38,6 +42,22 @@ def keep_freed_memory() -> bool:
     if _is_given("MALLOC_TRIM_THRESHOLD_") or not _set(_TOP_PAD, _KEPT_BYTES, "MALLOC_TOP_PAD_"):
         return False
     _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")  # another size stops adapting with the first option
+    return True
+
+
+def return_freed_tensors() -> bool:
+    """Lets TensorFlow return memory of tensors on CPUs to the C library, instead of keeping it for its next tensors;
+    returns whether it will.
+
+    What a process has at most is then what it needs at one time. TensorFlow's own allocator also has the gaps between
+    large tensors, and what other phases than training take, such as writing checkpoints, comes on top of its peak. It
+    does not count tensors any more (`tf.config.experimental.get_memory_info`).
+
+    Call it before the first tensor. Nothing changes if the environment chooses (`TF_ONEDNN_USE_SYSTEM_ALLOCATOR`).
+    """
+    if _SYSTEM_ALLOCATOR in os.environ:
+        return False
+    os.environ[_SYSTEM_ALLOCATOR] = "1"
     return True
 
 

@@ -14,7 +14,7 @@ from tfpar.parallel import strategies
 from tfpar.parallel.mesh import AUTO, parse_mesh
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
-from tfpar.process.heap import keep_freed_memory, share_heaps
+from tfpar.process.heap import keep_freed_memory, return_freed_tensors, share_heaps
 from tfpar.process.startup import quiet_startup
 from tfpar.training.duration import check_length
 from tfpar.training.optimizer_spec import OptimizerSpec
@@ -115,10 +115,14 @@ def initialize(
 
 
 def _set_up_heaps(config: ExperimentConfig, topology: Topology) -> None:
-    """Tunes the C library's heaps before TensorFlow starts its threads."""
-    replicas_on_cpu = topology.local_replicas > 1 and topology.device_type == "CPU"
-    if topology.mesh.devices_of_replica > 1 or config.train.shard != "none" or replicas_on_cpu:
+    """Tunes the C library's heaps before TensorFlow starts its threads and makes a tensor."""
+    on_cpu = topology.device_type == "CPU"
+    replicas_on_cpu = topology.local_replicas > 1 and on_cpu
+    divided = topology.mesh.devices_of_replica > 1 or config.train.shard != "none"
+    if divided or replicas_on_cpu:
         share_heaps()
+    if divided and on_cpu:
+        return_freed_tensors()
     if replicas_on_cpu:
         keep_freed_memory()
 

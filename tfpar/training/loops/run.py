@@ -227,6 +227,7 @@ class Run:
         with activity("comparing the replicas and writing the last checkpoint", shown=context.program.reports):
             digest = self._loop.params_sha256()
             context.files.close()
+        return_freed_memory()  # of the checkpoint
         restarts = context.files.restarts
         outcome = RunOutcome(
             steps=state.step,
