@@ -119,7 +119,8 @@ class ConfigBase:
     """Base of the sections of a configuration: checks types, choices and bounds when it is built."""
 
     def __post_init__(self) -> None:
-        annotations = _annotations(type(self))
+        section: type = type(self)
+        annotations = _annotations(section)
         for field in dataclasses.fields(self):
             words, value = field.metadata.get("words") or {}, getattr(self, field.name)
             if isinstance(value, str) and value in words:
@@ -138,7 +139,7 @@ class ConfigBase:
 
 
 @functools.cache
-def _annotations(section: type[ConfigBase]) -> dict[str, Any]:
+def _annotations(section: type) -> dict[str, Any]:
     """Of each field; to evaluate their text takes longer than all checks."""
     return typing.get_type_hints(section)
 
