@@ -114,15 +114,17 @@ def _output(command: list[str], environ: dict[str, str]) -> subprocess.Completed
 def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, float]:
     """`measure` on a cluster of its own: the slowest and the largest of its workers."""
     child = [sys.executable, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
+    # The system's allocator, which divided models choose, counts no tensors.
+    environ = {**os.environ, "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0"}
     with cluster(workers, link) as network:
         if network:
             commands = [
-                (network.command(host, child), {**os.environ, **hosts.tensorflow_environ(network, host)})
+                (network.command(host, child), {**environ, **hosts.tensorflow_environ(network, host)})
                 for host in range(workers)
             ]
         else:
             launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", "--", *child[1:]]
-            commands = [(launcher if workers > 1 else child, dict(os.environ))]
+            commands = [(launcher if workers > 1 else child, environ)]
         with ThreadPoolExecutor(len(commands)) as threads:  # all are read at the same time
             done = list(threads.map(lambda each: _output(*each), commands))
     outputs = "".join(each.stdout for each in done)
@@ -135,7 +137,6 @@ def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, floa
 def predicted(options: dict[str, Any], workers: int, link: str) -> list[Prediction]:
     """The plans that fit, the best first, for workers with as many threads as they will have."""
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(max(1, cores() // workers))
-    os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "0"  # the system's, which divided models use, counts no tensors
     config = tfpar.ExperimentConfig.from_flat_dict(options)
     between = between_cpus("gloo", parse_link(link, "--cases", _LATENCY_S) if link else None)
     return [*plan_offline(config, hosts=workers, flops=0.0, between=between, hosts_here=workers).fitting]

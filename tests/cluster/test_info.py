@@ -140,17 +140,17 @@ def test_the_example_in_the_messages_is_right() -> None:
 
 def test_the_command_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": ["a:1", "b:2"]}, {"type": "worker", "index": 1})["TF_CONFIG"])
-    assert main() == 0
+    assert main([]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "worker 1 of 2 worker (TF_CONFIG)",
         "  worker 0  a:1",
         "  worker 1  b:2  (this process)",
     ]
     monkeypatch.delenv("TF_CONFIG")
-    assert main() == 0
+    assert main([]) == 0
     assert capsys.readouterr().out == "worker 0 of one process (local)\n"
     monkeypatch.setenv("TF_CONFIG", "{")
-    assert main() == exit_codes.USAGE_ERROR
+    assert main([]) == exit_codes.USAGE_ERROR
     assert capsys.readouterr().err.startswith("error: TF_CONFIG: not JSON")
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 from tests.commands.test_cli import tfpar
 from tfpar.commands import export
-from tfpar.config import ExperimentConfig
+from tfpar.config import ExperimentConfig, InputConfig
 from tfpar.config.errors import TrainingError
+from tfpar.inputs import build_source
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -47,7 +48,8 @@ def test_the_check_reads_what_the_run_held_out(tmp_path, monkeypatch):
 
     def of_run(config, path, given):
         assert path == str(tmp_path / "model.keras")
-        return dataclasses.replace(config, input=dataclasses.replace(config.input, dataset="synthetic:4x6x1:3:64"))
+        assert given == export.flags.is_given
+        return ExperimentConfig.from_flat_dict({"dataset": "synthetic:4x6x1:3:64", "seed": 7})
 
     monkeypatch.setattr(export.tfpar, "examples_of_run", of_run)
     monkeypatch.setattr(export.tfpar, "initialize", lambda config: None)
@@ -55,6 +57,9 @@ def test_the_check_reads_what_the_run_held_out(tmp_path, monkeypatch):
     spec, x = export._loaded(ExperimentConfig(), str(tmp_path / "model.keras"), 5)
     assert (spec.input_shape, spec.num_classes) == ((4, 6, 1), 3)
     assert x.shape == (5, 4, 6, 1)
+    of_seed = [build_source(InputConfig(dataset="synthetic:4x6x1:3:64"), "validation", seed) for seed in (0, 7)]
+    first = [source.fetch(tf.range(5, dtype=tf.int64))[0].numpy() for source in of_seed]
+    assert [np.array_equal(x, each) for each in first] == [False, True]
 
 
 def test_a_negative_tolerance_is_refused_at_once():

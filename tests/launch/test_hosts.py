@@ -109,15 +109,18 @@ def test_a_host_of_several_workers_reports_a_failure(tmp_path):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_workers_of_a_host(tmp_path, number):
     """Ctrl-C goes to the whole group, of which a shell without job control has background processes ignore it."""
     script = tmp_path / "waits.py"
-    lines = ["import signal, sys, time", "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(85)))"]
-    script.write_text("\n".join([*lines, "print('up', flush=True)", "time.sleep(60)"]))
+    lines = [
+        "import os, signal, sys, time",
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(85)))",
+    ]
+    script.write_text("\n".join([*lines, "os.write(1, b'up\\n')", "time.sleep(60)"]))
     (command,) = hosts.commands([["127.0.0.1:2222", "127.0.0.1:2223"]], [str(script)])
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    shell = ["sh", "-c", f"trap : INT TERM; {command}"]  # as one in which somebody types, it survives
+    shell = ["sh", "-c", f"trap : HUP INT TERM; {command}"]  # as one in which somebody types, it survives
     running = subprocess.Popen(shell, env=environ, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert [running.stdout.readline() for _ in range(2)] == [b"up\n"] * 2

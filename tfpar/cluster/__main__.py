@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from tfpar.cluster.info import current
 from tfpar.config import ConfigError
@@ -10,9 +11,13 @@ from tfpar.process.command_line import Parser
 from tfpar.process.exit_codes import USAGE_ERROR
 
 
-def main() -> int:
-    """Prints this process's place and the address of every task; returns the exit code."""
-    Parser(prog="python -m tfpar.cluster", description=__doc__, allow_abbrev=False).parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints this process's place and the address of every task; returns the exit code.
+
+    Args:
+      argv: The command line; by default that of the process.
+    """
+    Parser(prog="python -m tfpar.cluster", description=__doc__, allow_abbrev=False).parse_args(argv)
     try:
         info = current()
     except ConfigError as error:

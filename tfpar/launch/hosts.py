@@ -65,8 +65,8 @@ def read(path: Path) -> list[list[str]]:
 def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str]:
     """One shell command per host; it ends when all workers there have, with the exit code of one that failed.
 
-    Worker i of a host with several gets GPU i, through CUDA_VISIBLE_DEVICES. Ctrl-C, SIGTERM and SIGHUP ask all of them
-    to end.
+    Worker i of a host with several gets GPU i, through CUDA_VISIBLE_DEVICES. Ctrl-C and a closed terminal, and SIGTERM
+    to the processes of the command, ask all of them to end, as SIGTERM does.
 
     Args:
       hosts: From `read`.
@@ -87,12 +87,13 @@ def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str
         else:
             started = " ".join(f"{line} & w{slot}=$!;" for slot, line in enumerate(lines))
             all_workers = " ".join(f"$w{slot}" for slot in range(len(lines)))
-            # A shell without job control has background processes ignore Ctrl-C, and passes no signal on. A signal ends
-            # `wait` before the worker has ended.
+            # A shell without job control has background processes ignore Ctrl-C, and passes no signal on. They ignore
+            # SIGHUP as well, which a closed terminal sends to all of them, and which would end them before they have
+            # saved. A signal ends `wait` before the worker has ended.
             passed_on = f"trap 'kill {all_workers} 2>/dev/null' INT TERM HUP;"
             one_ended = "until wait $w || { code=$?; ! kill -0 $w 2>/dev/null; }; do :; done;"
             ended = f"for w in {all_workers}; do {one_ended} done;"
-            made.append(f"( code=0; {started} {passed_on} {ended} exit $code )")
+            made.append(f"( code=0; trap '' HUP; {started} {passed_on} {ended} exit $code )")
     return made
 
 

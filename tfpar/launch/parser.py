@@ -20,7 +20,8 @@ class Parser(command_line.Parser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split()
-        if message.startswith("unrecognized arguments: ") and (not unknown[0].startswith("-") or unknown[0] == "-m"):
+        is_script = bool(unknown) and (not unknown[0].startswith("-") or unknown[0] == "-m")
+        if is_script and message.startswith("unrecognized arguments: "):
             own = [part for part in self.arguments if part not in unknown]
             command = " ".join([self.prog, *own, "--", *unknown])
             self.exit(USAGE_ERROR, f"error: put -- before the script: {command}\n")

@@ -15,7 +15,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: "):
-            flag = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+            unknown = message.removeprefix("unrecognized arguments: ").split() or ["''"]  # an empty argument
+            flag = unknown[0].split("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
             message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
         wrong = re.fullmatch(r"argument (--\w+): invalid (int|float) value: '(.*)'", message)

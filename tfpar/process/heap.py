@@ -45,9 +45,8 @@ def keep_freed_memory() -> bool:
     return True
 
 
-def return_freed_tensors() -> bool:
-    """Lets TensorFlow return memory of tensors on CPUs to the C library, instead of keeping it for its next tensors;
-    returns whether it will.
+def return_freed_tensors() -> None:
+    """Lets TensorFlow return memory of tensors on CPUs to the C library, instead of keeping it for its next tensors.
 
     What a process has at most is then what it needs at one time. TensorFlow's own allocator also has the gaps between
     large tensors, and what other phases than training take, such as writing checkpoints, comes on top of its peak. It
@@ -55,10 +54,7 @@ def return_freed_tensors() -> bool:
 
     Call it before the first tensor. Nothing changes if the environment chooses (`TF_ONEDNN_USE_SYSTEM_ALLOCATOR`).
     """
-    if _SYSTEM_ALLOCATOR in os.environ:
-        return False
-    os.environ[_SYSTEM_ALLOCATOR] = "1"
-    return True
+    os.environ.setdefault(_SYSTEM_ALLOCATOR, "1")
 
 
 def _set(option: int, value: int, variable: str) -> bool:

@@ -103,9 +103,11 @@ class Pool:
                 )
             except (AssertionError, ValueError, TypeError) as error:
                 names = envpool.list_all_envs()
-                reason = f"{error}" if self._name in names else "there is no such environment."
-                known = suggestion(self._name, names, "envpool.list_all_envs()")
-                raise ConfigError(f"--env={PREFIX}{self._name}: EnvPool cannot create it: {reason} {known}") from error
+                reason = str(error) or type(error).__name__
+                if self._name not in names:
+                    known = suggestion(self._name, names, "envpool.list_all_envs()")
+                    reason = f"there is no such environment. {known}"
+                raise ConfigError(f"--env={PREFIX}{self._name}: EnvPool cannot create it: {reason}") from error
 
     def _observed(self, observation: np.ndarray) -> np.ndarray:
         return np.moveaxis(observation, 1, -1) if self._channels_first else observation
