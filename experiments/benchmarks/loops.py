@@ -51,11 +51,14 @@ def process_bytes(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
+# Environment of the processes whose tensors `allocated_peak` counts, also if they divide a model.
+COUNTING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0"}
+
+
 def allocated_peak() -> int:
     """The most bytes of tensors on this process's CPU devices at once, since `forget_allocated_peak`.
 
-    It is 0 with the system's allocator, which divided models use unless the environment says
-    `TF_ONEDNN_USE_SYSTEM_ALLOCATOR=0`.
+    It is 0 with the system's allocator, which divided models use unless the environment is `COUNTING`.
 
     Raises:
       ValueError: TensorFlow does not count them. It does if it uses oneDNN, as on x86 by default.

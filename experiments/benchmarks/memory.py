@@ -19,13 +19,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
-from experiments.benchmarks.loops import allocated_peak, forget_allocated_peak, process_bytes
+from experiments.benchmarks.loops import COUNTING, allocated_peak, forget_allocated_peak, process_bytes
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -55,7 +56,6 @@ CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that
 AXES = ("data", "model", "pipeline")
 PHASES = ("build", "train", "end")
 MIB = 2**20
-ALLOCATOR = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 
 
 def forget_peak() -> None:
@@ -117,7 +117,7 @@ def options_of(way: str) -> dict[str, Any]:
     }
 
 
-def on_cluster(way: str, **environment: str) -> dict[str, int]:
+def on_cluster(way: str, environment: Mapping[str, str] = {}) -> dict[str, int]:
     """`measure` on a cluster of its own: of each phase, what the largest worker needs."""
     with tempfile.TemporaryDirectory() as workdir:
         options = {**options_of(way), **({"workdir": workdir} if SAVES.value else {})}
@@ -155,7 +155,7 @@ def main(_: list[str]) -> None:
         phases = on_cluster(way)
         peak = max(phases[phase] for phase in PHASES)
         if TENSORS.value and not phases["tensors"]:
-            phases["tensors"] = on_cluster(way, **{ALLOCATOR: "0"})["tensors"]
+            phases["tensors"] = on_cluster(way, COUNTING)["tensors"]
         first, tensors = first or peak, tensors or phases["tensors"]
         columns = "".join(f"{phases[phase] / MIB:>11.0f}" for phase in PHASES)
         ratios = f"{peak / first:>12.2f}{(peak - base) / (first - base):>11.2f}"

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module b
 
 import tfpar
 from experiments.benchmarks import hosts, netns
-from experiments.benchmarks.loops import SETTLED, allocated_peak, forget_allocated_peak, median_step_seconds
+from experiments.benchmarks.loops import COUNTING, SETTLED, allocated_peak, forget_allocated_peak, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -114,8 +114,7 @@ def _output(command: list[str], environ: dict[str, str]) -> subprocess.Completed
 def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, float]:
     """`measure` on a cluster of its own: the slowest and the largest of its workers."""
     child = [sys.executable, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
-    # The system's allocator, which divided models choose, counts no tensors.
-    environ = {**os.environ, "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0"}
+    environ = {**os.environ, **COUNTING}
     with cluster(workers, link) as network:
         if network:
             commands = [
