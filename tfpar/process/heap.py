@@ -57,6 +57,11 @@ def return_freed_tensors() -> None:
     os.environ.setdefault(_SYSTEM_ALLOCATOR, "1")
 
 
+def returns_freed_tensors() -> bool:
+    """Whether memory of freed tensors is the C library's, which can return it to the system."""
+    return os.environ.get(_SYSTEM_ALLOCATOR) == "1"
+
+
 def _set(option: int, value: int, variable: str) -> bool:
     if _is_given(variable) or platform.libc_ver()[0] != "glibc":
         return False

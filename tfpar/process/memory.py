@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from pathlib import Path
+
+_SHARE = 0.01  # of the time; the next steps need about twice as long again to take the memory back
 
 
 def main_memory() -> tuple[int, int] | None:
@@ -30,3 +33,26 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class RegularReturns:
+    """`return_freed_memory` while a model trains.
+
+    Heaps hold large tensors between small objects that stay, so that a later step finds other gaps, and a process grows
+    for as long as it trains. In a worker that trains six blocks of GPT-2, each step left 200 to 400 MiB of them.
+    """
+
+    def __init__(self) -> None:
+        self._returned_at, self._took = time.monotonic(), 0.0
+
+    def after_steps(self) -> None:
+        """Returns what is free, as often as takes a hundredth of the time at most."""
+        if self._took <= _SHARE * (time.monotonic() - self._returned_at):
+            self.before_copies()
+
+    def before_copies(self) -> None:
+        """Returns what is free. Call it before weights are copied, which takes longer."""
+        start = time.monotonic()
+        return_freed_memory()
+        self._returned_at = time.monotonic()
+        self._took = self._returned_at - start

@@ -36,7 +36,7 @@ class StepsPerCall:
     def measured(self, steps: int, seconds: float) -> None:
         """Records a finished call; the first one, which compiles, is not measured."""
         if self._step_seconds is None:
-            self._step_seconds = self._target_seconds / 5  # five steps next, to measure without compilation
+            self._step_seconds = self._target_seconds  # one step next, to measure without compilation
         else:
             self._step_seconds = max(seconds / steps, 1e-6)
 

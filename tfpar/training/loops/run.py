@@ -16,7 +16,8 @@ from tfpar.monitor.run_info import RunOutcome
 from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
-from tfpar.process.memory import return_freed_memory
+from tfpar.process.heap import returns_freed_tensors
+from tfpar.process.memory import RegularReturns, return_freed_memory
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.history import EpochHistory, FitResult
@@ -82,6 +83,7 @@ class Run:
         self, context: RunContext, loop: Loop, hooks: Sequence[Hook] = (), callbacks: KerasCallbacks | None = None
     ) -> None:
         self._context, self._loop, self._callbacks = context, loop, callbacks
+        self._memory = RegularReturns() if returns_freed_tensors() else None
         self._stops = sorted({hook.every for hook in (*hooks, *(callbacks.ends_of_epochs if callbacks else ()))})
         self._history = EpochHistory(context.steps_per_epoch, context.monitor.on_epoch)
         config, total = context.info.config, context.info.total
@@ -177,6 +179,8 @@ class Run:
             compiling = "compiling the step (XLA)" if context.program.jit_compile else "tracing the step"
             with activity(compiling, shown=self._loop.compiles_next and context.program.reports):
                 state = self._loop.advance(state, [last, *self._rows.boundaries(state.step)])
+            if self._memory:
+                self._memory.after_steps()
             watchdog.progress(f"evaluation or checkpoint after step {state.step}", patient=True)
             with self._loop.at_stop():
                 state = self._rows.run(state.replace(ending=state.step >= last or state.preempted))
@@ -213,6 +217,8 @@ class Run:
 
     def _save(self, state: LoopState) -> None:
         if self._must_save(state) or not self._context.non_finite.suspends_checkpoints:
+            if self._memory:
+                self._memory.before_copies()
             self._context.files.save(state)
 
     def _finish(self, state: LoopState) -> dict[str, Any]:
