@@ -62,7 +62,7 @@ def apply_block(
     places: Sequence[int],
     state: Mapping[int, tf.Tensor],
     weights: Sequence[tf.Tensor],
-    gradients: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor | None],
     learning_rate: tf.Tensor | None = None,
 ) -> tuple[list[tf.Tensor], dict[int, tf.Tensor]]:
     """`pure_apply` for some weights.
@@ -72,7 +72,7 @@ def apply_block(
       places: Indices of the weights.
       state: Values of the optimizer's variables by index: those of the weights, and those that belong to none.
       weights: Values of the weights.
-      gradients: Their gradients.
+      gradients: Their gradients; None, but not for all, leaves a weight as it is.
       learning_rate: See `pure_apply`.
 
     Returns:
@@ -84,7 +84,8 @@ def apply_block(
     view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys, _beside=contextlib.nullcontext)
     mapping = [*zip(chosen, weights, strict=True), *((variables[index], value) for index, value in state.items())]
     with keras.StatelessScope(state_mapping=mapping) as scope:
-        view.apply([tf.convert_to_tensor(gradient) for gradient in gradients], chosen)
+        pairs = [(each, own) for each, own in zip(gradients, chosen, strict=True) if each is not None]
+        view.apply([tf.convert_to_tensor(gradient) for gradient, _ in pairs], [own for _, own in pairs])
     new = [scope.get_current_value(variable) for variable in chosen]
     return new, {index: scope.get_current_value(variables[index]) for index in state}
 

@@ -70,15 +70,24 @@ def pure_apply(
         _whole=whole,
     )
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
-    # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
-    dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
     with keras.StatelessScope(state_mapping=mapping) as scope:
         keras_internals.set_untracked(view, _scope=scope)
-        view.apply(dense)
+        _apply(view, gradients, trainable)
     return (
         [scope.get_current_value(variable) for variable in trainable],
         [scope.get_current_value(variable) for variable in variables],
     )
+
+
+def _apply(view: Any, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
+    """Applies the gradients that are not None, of which Keras would warn for each device and trace."""
+    pairs = [(gradient, own) for gradient, own in zip(gradients, variables, strict=True) if gradient is not None]
+    if pairs:
+        # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
+        view.apply([tf.convert_to_tensor(gradient) for gradient, _ in pairs], [own for _, own in pairs])
+    else:  # Keras would not count the iteration, which all devices count
+        view.view_apply([], [])
+        view.iterations.assign_add(1)
 
 
 def _check_arguments(
@@ -201,7 +210,7 @@ class PureUpdate(OptimizerView):
         """What Keras does, without accumulation and without branches."""
         if not self._group_bytes:
             gradients = [self._scaled(gradient) for gradient in gradients]
-        gradients = keras_internals.clip(self, gradients)
+        gradients = keras_internals.clip(self, gradients) if gradients else []
         keras_internals.apply_decay(self, variables)
         keras_internals.update_all(self, gradients, variables, self.learning_rate)
         if not self.use_ema:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from tfpar import precision
 from tfpar.models import example_weights, uses_synchronized_statistics
 from tfpar.training.model.call import call_model, check_agreement, recording
+from tfpar.training.model.unreached import Unreached
 from tfpar.training.objective import Batch, Forward, LocalSums, Objective, ObjectiveSums, Tensors
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.given import check_sums
@@ -37,6 +38,7 @@ class Core:
       replicas: Replicas of the strategy. Where there are several, they must agree on the weights that a forward pass
         assigns.
       unrolls: Whether the loop over micro-batches is unrolled, because devices communicate within the model's layers.
+      unreached: The trainable weights without a gradient, known once a backward pass was traced.
     """
 
     model: keras.Model
@@ -45,6 +47,7 @@ class Core:
     model_metrics: Sequence[keras.metrics.Metric] = ()
     replicas: int = 1
     unrolls: bool = False
+    unreached: Unreached = dataclasses.field(default_factory=Unreached)
     in_turn: ClassVar[bool] = True  # whether a micro-batch of an unrolled loop waits for the gradients of the previous
 
     def loss_and_grads(
@@ -126,12 +129,9 @@ class Core:
         """Dense gradients of a scaled loss; for a weight that the forward pass assigns, the sum over all its values."""
         leaves = [leaf for _, leaf in forward.record.leaves]
         sources = [*forward.params, *leaves]
-        found = forward.tape.gradient(forward.scaled, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
-        total, of_leaves = gradients[: len(forward.params)], gradients[len(forward.params) :]
-        for (place, _), gradient in zip(forward.record.leaves, of_leaves, strict=True):
-            total[place] += gradient
-        return total
+        found = forward.tape.gradient(forward.scaled, sources)
+        places = [*range(len(forward.params)), *(place for place, _ in forward.record.leaves)]
+        return self.unreached.dense(forward.params, places, found)
 
     def accumulate(
         self,

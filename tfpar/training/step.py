@@ -100,6 +100,7 @@ class TrainStep:
         factor, norm = self._factor_and_norm(vector, norm)
 
         # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
+        gradients = self.core.unreached.left_out(gradients, self.core.model.trainable_variables)
         reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
         done = tf.cond(should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         return Reduced(vector, norm, exchanged, done)
@@ -375,7 +376,7 @@ class _ReducedGradients(NamedTuple):
     """The inputs of a replica's update; all but `state` are the same on every replica.
 
     Attributes:
-      gradients: Gradient sums over all replicas.
+      gradients: Gradient sums over all replicas; None for a weight that no gradient reaches.
       vector: The summed sidecar.
       state: The model state that this replica has computed, and the values of overwritten variables.
       assigned: Weights that the forward pass assigned, by index; the update starts from them.
@@ -384,7 +385,7 @@ class _ReducedGradients(NamedTuple):
       lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
     """
 
-    gradients: Tensors
+    gradients: list[tf.Tensor | None]
     vector: tf.Tensor
     state: Tensors
     assigned: dict[int, tf.Tensor]

@@ -152,7 +152,8 @@ class LocalTraining:
             norm = tf.linalg.global_norm(gradients)
             gradients = [gradient * (self.clip_norm / tf.maximum(norm, self.clip_norm)) for gradient in gradients]
         start = [sums.assigned.get(place, param) for place, param in enumerate(held.params)]
-        new, slots = pure_apply(self.optimizer, held.slots, start, gradients, rate)
+        reached = self.core.unreached.left_out(gradients, self.core.model.trainable_variables)
+        new, slots = pure_apply(self.optimizer, held.slots, start, reached, rate)
         return _LoopState(
             new,
             sums.state,

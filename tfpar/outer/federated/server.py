@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, FederatedConfig, unknown_name
 from tfpar.optim.optimizers import OPTIMIZERS
 from tfpar.optim.yogi import Yogi
-from tfpar.training.objective import Tensors
 from tfpar.training.seeds import fold_in, step_seed
 
 import keras
@@ -94,19 +94,19 @@ class Averaging:
         """Returns the factor on the sum, float32 scalar, from the sum of the masses of all clients."""
         return tf.constant(1.0 / self.divisor) if self.divisor else tf.math.divide_no_nan(1.0, mass)
 
-    def mean(self, sums: Tensors, factor: tf.Tensor, step: tf.Tensor) -> Tensors:
-        """Returns the mean movement, with noise.
+    def mean(self, sums: Sequence[tf.Tensor | None], factor: tf.Tensor, step: tf.Tensor) -> list[tf.Tensor | None]:
+        """Returns the mean movement, with noise; None as in `sums`.
 
         Args:
-          sums: Sums of the movements over all clients.
+          sums: Sums of the movements over all clients; None for a weight that no client moves.
           factor: The result of `factor`.
           step: Int64 scalar: number of the round. All replicas draw the same noise.
         """
         if not self.noise:
-            return [each * factor for each in sums]
+            return [None if each is None else each * factor for each in sums]
         seed = step_seed(self.seed, step, tf.constant(_NOISE))
 
         def drawn(place: int, shape: tf.TensorShape) -> tf.Tensor:
             return tf.random.stateless_normal(shape, fold_in(seed, place), stddev=self.noise, alg="philox")
 
-        return [(each + drawn(place, each.shape)) * factor for place, each in enumerate(sums)]
+        return [None if each is None else (each + drawn(place, each.shape)) * factor for place, each in enumerate(sums)]

@@ -109,6 +109,7 @@ class ParameterServerLoop:
         """One step, on a worker: fetch, pull, compute, push."""
         program, pipeline = self._program, self._context.info.pipeline
         model, workers = program.model, program.topology.workers
+        weights, unreached = model.trainable_variables, program.core.unreached
         began = tf.timestamp()
         number, share = step // workers, step % workers
         assert isinstance(pipeline, inputs.Pipeline)
@@ -139,7 +140,9 @@ class ParameterServerLoop:
 
         def push() -> tf.Tensor:
             program = self._program
-            apply_on_servers(program.optimizer, program.strategy, mean, model.trainable_variables, rate)
+            pairs = zip(unreached.left_out(mean, weights), weights, strict=True)
+            reached = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
+            apply_on_servers(program.optimizer, program.strategy, *map(list, reached), rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
                 if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker changes them a little
                     variable.value.assign_add(new - old)

@@ -42,6 +42,8 @@ class OffloadedStep(TrainStep):
         common = [_read(variables[index]) for index in self._common]
         new_common, done = common, list[Any]()
         for block, update in self._blocks:
+            if all(reduced.gradients[index] is None for index in block.weights):
+                continue  # the loss depends on none of them
             slots = [variables[index] for index in block.slots]
             with tf.control_dependencies(done):  # one block's state at a time
                 state = [_read(slot) for slot in slots]
@@ -65,14 +67,14 @@ class OffloadedStep(TrainStep):
         weights: Tensors,
         state: Tensors,
         common: Tensors,
-        gradients: Tensors,
+        gradients: Sequence[tf.Tensor | None],
         factor: tf.Tensor,
         step: tf.Tensor,
         lr_multiplier: tf.Tensor,
     ) -> tuple[Tensors, Tensors, Tensors]:
         rate = self.learning_rate(step, lr_multiplier) if self._schedule is not None else None
         known = dict(zip([*block.slots, *self._common], [*state, *common], strict=True))
-        mean = self.core.each(gradients, lambda gradient: gradient * factor)
+        mean = [None if gradient is None else gradient * factor for gradient in gradients]
         new, known = apply_block(self.optimizer, block.weights, known, weights, mean, rate)
         return new, [known[index] for index in block.slots], [known[index] for index in self._common]
 

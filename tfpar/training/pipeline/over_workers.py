@@ -102,10 +102,19 @@ class OverWorkersCore(PipelineCore):
                 gradients.append(gradient)
             else:
                 gradients[known] += gradient
-        found = forward.tape.gradient(targets, sources, gradients, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        found = [tf.convert_to_tensor(gradient) for gradient in found]
-        messages.send_back(found[len(forward.params) :])
-        return found[: len(forward.params)]
+        found = forward.tape.gradient(targets, sources, gradients)
+        count = len(forward.params)
+        messages.send_back(
+            [
+                tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
+                for gradient, tensor in zip(found[count:], received, strict=True)
+            ]
+        )
+        # Other workers know of weights that they have, too.
+        elsewhere = [
+            place for place, variable in enumerate(self.model.trainable_variables) if not _is_only_here(variable)
+        ]
+        return self.unreached.dense(forward.params, range(count), found[:count], elsewhere)
 
     def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
         """See `Core`. The worker with the outputs counts the examples."""
@@ -259,6 +268,11 @@ def _traced(order: Sequence[Turn]) -> list[tuple[str, int]]:
 def _is_here(variable: keras.Variable) -> bool:
     held = held_by(variable)
     return held is None or held.here
+
+
+def _is_only_here(variable: keras.Variable) -> bool:
+    held = held_by(variable)
+    return held is None or (held.here and len(held.ranks) == 1)
 
 
 def _counts(variable: Any) -> bool:

@@ -263,8 +263,11 @@ class Pipeline:
                 with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._on_devices(program.stage):
                     found = passes.backward(given, kept, upstream)
                     own = zip(found, watched, strict=True)
-                    gradients = [tf.zeros_like(tensor) if each is None else each for each, tensor in own]
-                    done.append(tf.group(*gradients))
+                    # Of what other workers sent, they wait for a gradient.
+                    gradients = [
+                        tf.zeros_like(tensor) if each is None and trace.messages else each for each, tensor in own
+                    ]
+                    done.append(tf.group(*(each for each in gradients if each is not None)))
                 if trace.messages:
                     trace.messages.ends(BACKWARD, program.stage, done[-1])
                 return self._not_differentiable(watched, gradients)

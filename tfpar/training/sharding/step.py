@@ -101,12 +101,18 @@ class ShardedStep(TrainStep):
         worker and place."""
         share = self._share.places[place]
         factor, _ = self._factor_and_norm(vector, norm)
+        without = {*self.core.unreached.indices(self.core.model.trainable_variables)}
+        stays = [index in without for index in share.indices]
         new: list[Tensors] = [list(gradients) for gradients in sums]
         new_whole: dict[int, tf.Tensor] = {}
         for owner in share.replicas:
             indices = share.whole if owner is share.replicas[0] else []
-            gradients = [sums[number][index] for number, index in owner.positions]
-            others = [share.variables[index] for index in indices], [whole[index] for index in indices]
+            gradients = [
+                None if stays[piece.index] else sums[number][index]
+                for (number, index), piece in zip(owner.positions, owner.owned, strict=True)
+            ]
+            gradients_of_others = [None if stays[index] else whole[index] for index in indices]
+            others = [share.variables[index] for index in indices], gradients_of_others
             with tf.device(owner.device):
                 values = self._update_replica(owner, gradients, *others, factor, rate)
             for (number, index), value in zip(owner.positions, values, strict=False):
@@ -117,9 +123,9 @@ class ShardedStep(TrainStep):
     def _update_replica(
         self,
         owner: ReplicaShare,
-        gradients: Tensors,
+        gradients: Sequence[tf.Tensor | None],
         others: Sequence[keras.Variable],
-        gradients_of_others: Tensors,
+        gradients_of_others: Sequence[tf.Tensor | None],
         factor: tf.Tensor,
         rate: tf.Tensor,
     ) -> Tensors:
@@ -135,9 +141,9 @@ class ShardedStep(TrainStep):
     def _update_variables(
         self,
         owner: ReplicaShare,
-        gradients: Tensors,
+        gradients: Sequence[tf.Tensor | None],
         others: Tensors,
-        gradients_of_others: Tensors,
+        gradients_of_others: Sequence[tf.Tensor | None],
         common: Tensors,
         factor: tf.Tensor,
         rate: tf.Tensor,
@@ -158,7 +164,10 @@ class ShardedStep(TrainStep):
         state = [slot.read_value() if is_here else next(given) for slot, is_here in zip(slots, here, strict=True)]
         params = [piece.read_value() for piece in pieces]
         gradients = [*gradients, *(tf.zeros([1]) for _ in owner.idle)]
-        gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(gradients, pieces, strict=True)]
+        gradients = [
+            None if gradient is None else tf.reshape(gradient, piece.shape)
+            for gradient, piece in zip(gradients, pieces, strict=True)
+        ]
         new, new_state = pure_apply(
             *(owner.optimizer, state, [*params, *others], [*gradients, *gradients_of_others], rate),
             factor=factor,

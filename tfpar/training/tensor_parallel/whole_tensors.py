@@ -62,7 +62,10 @@ class DealtTensors(WholeTensors):
     def update(self, view: PureUpdate, gradients: dict[int, tf.Tensor], rate: Any) -> None:
         """See `WholeTensors`. One chunk after the other, so that few whole tensors exist at a time."""
         before: list[tf.Tensor] = []
-        for chunk in self._chunks:
+        for every in self._chunks:
+            chunk = [each if id(each) in gradients else None for each in every]  # some may have no gradient
+            if not any(each is not None for each in chunk):
+                continue
             stage = next(place_of(each) or 0 for each in chunk if each is not None)
             with self._axis.on_own_device(stage) as place, tf.device(place.device), tf.control_dependencies(before):
                 before = [self._update_chunk(view, place, chunk, gradients, rate)]
