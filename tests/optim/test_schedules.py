@@ -148,7 +148,8 @@ def test_rates_stay_at_their_end_beyond_the_run():
         ("cyclic", "mode=triangle", 0, "'triangular'"),
         ("cyclic", "cycle_steps=1", 0, "at least 2"),
         ("plateau", "patient=3", 0, "'patience'"),
-        ("constant", "", TOTAL, r"--warmup_steps=100.*100 steps"),
+        ("constant", "", TOTAL, r"--warmup_steps=100 .*100 steps"),
+        ("constant", "", 2.5, r"--warmup_steps=2\.5 is neither"),
     ],
 )
 def test_errors_name_the_flag_and_the_way_out(schedule, args, warmup, message):
@@ -156,9 +157,15 @@ def test_errors_name_the_flag_and_the_way_out(schedule, args, warmup, message):
         _build(schedule, args, warmup)
 
 
+def test_warm_up_may_be_a_share_of_the_run():
+    np.testing.assert_array_equal(_curve(_build("cosine", warmup=0.054)), _curve(_build("cosine", warmup=5)))
+    assert float(_build("constant", warmup=0.9, total=1)(0)) == pytest.approx(PEAK)  # a step is left for the schedule
+
+
 def test_check_needs_no_length_of_the_run():
-    step = ScheduleConfig(schedule="step", schedule_args="milestones=[30000,60000]", warmup_steps=500)
-    schedules.check_schedule(step)
+    for warmup in (500, 0.1):
+        step = ScheduleConfig(schedule="step", schedule_args="milestones=[30000,60000]", warmup_steps=warmup)
+        schedules.check_schedule(step)
     for schedule, args in (("cosine", "finall=1"), ("plateau", "patience=0")):
         with pytest.raises(ConfigError):
             schedules.check_schedule(ScheduleConfig(schedule=schedule, schedule_args=args))

@@ -223,8 +223,8 @@ class TrainerOptions(TypedDict, total=False):
     schedule_args: str
     """Keyword arguments for the schedule, e.g. 'milestones=[0.5,0.75],factor=0.1'."""
 
-    warmup_steps: int
-    """Steps of linear warm-up before the schedule starts."""
+    warmup_steps: float
+    """Steps of linear warm-up before the schedule starts; below 1, such as 0.05: their share of all steps."""
 
     steps: int
     """Steps to train for. 0: --epochs decides."""

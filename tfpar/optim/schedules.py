@@ -9,6 +9,7 @@ multiplier enters the step as a tensor.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -38,8 +39,8 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
 
     Warm-up is linear (Goyal et al. 2017) and part of the total: with `w` warm-up steps, step `t < w` runs at
     `(t + 1) / (w + 1)` of the rate the schedule starts from, so that no step is wasted at rate 0. One-cycle has a
-    rise of its own; `warmup_steps` is its length there. Milestones are shares of all steps where none is above 1,
-    else step numbers; both count from the start of training.
+    rise of its own; `warmup_steps` is its length there. `warmup_steps` below 1 is a share of all steps. Milestones are
+    shares of all steps where none is above 1, else step numbers; both count from the start of training.
 
     Args:
       config: Name, arguments and warm-up.
@@ -56,13 +57,8 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
         raise unknown_name("--schedule", config.schedule, _BUILDERS)
     if total_steps < 1:
         raise ConfigError(f"total_steps={total_steps}: a schedule needs at least one step.")
-    if config.warmup_steps >= total_steps:
-        raise ConfigError(
-            f"--warmup_steps={config.warmup_steps} takes up all of the run's {total_steps} steps. Warm up for fewer "
-            f"than {total_steps}, or train longer (--steps, --epochs)."
-        )
     builder = _BUILDERS[config.schedule]
-    return builder(float(peak), total_steps, config.warmup_steps, **_checked_arguments(config, builder))
+    return builder(float(peak), total_steps, _warmup(config, total_steps), **_checked_arguments(config, builder))
 
 
 def check_schedule(config: ScheduleConfig) -> None:
@@ -71,6 +67,8 @@ def check_schedule(config: ScheduleConfig) -> None:
     Raises:
       ConfigError: What `build` or `plateau` would refuse whatever the length of the run.
     """
+    if 0 < config.warmup_steps < 1:  # a share of what is not known yet
+        config = dataclasses.replace(config, warmup_steps=1)
     build(config, 1.0, 10**15)  # so long that nothing said here depends on it
     plateau(config)
 
@@ -308,6 +306,21 @@ _BUILDERS: dict[str, Callable[..., Schedule]] = {
     "cyclic": _cyclic,
     "plateau": _plateau,
 }
+
+
+def _warmup(config: ScheduleConfig, total_steps: int) -> int:
+    """The steps of warm-up, fewer than all."""
+    given = config.warmup_steps
+    if given < 1:
+        return min(round(given * total_steps), total_steps - 1)
+    if not given.is_integer():
+        raise ConfigError(f"--warmup_steps={given:g} is neither a whole number of steps nor a share of them, below 1.")
+    if given >= total_steps:
+        raise ConfigError(
+            f"--warmup_steps={given:g} takes up all of the run's {total_steps} steps. Warm up for fewer than "
+            f"{total_steps}, or for a share of the steps (--warmup_steps=0.05), or train longer (--steps, --epochs)."
+        )
+    return int(given)
 
 
 def _require(condition: bool, message: str) -> None:

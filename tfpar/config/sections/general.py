@@ -115,7 +115,11 @@ class ScheduleConfig(ConfigBase):
 
     schedule: str = option("cosine", "constant | cosine | step | one_cycle | cyclic | plateau.")
     schedule_args: str = option("", "Keyword arguments for the schedule, e.g. 'milestones=[0.5,0.75],factor=0.1'.")
-    warmup_steps: int = option(0, "Steps of linear warm-up before the schedule starts.", minimum=0)
+    warmup_steps: float = option(
+        0.0,
+        "Steps of linear warm-up before the schedule starts; below 1, such as 0.05: their share of all steps.",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
