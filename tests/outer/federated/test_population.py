@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tfpar
 from tfpar.outer.federated import partition
+from tfpar.outer.federated.population import Population
 from tfpar.outer.federated.sampling import Sampling, local_order
 
 import numpy as np
@@ -77,6 +78,14 @@ def test_poisson_draws_each_client_by_itself():
     assert counts.mean() == pytest.approx(8.0, abs=0.25)
     assert counts.var() == pytest.approx(40 * 0.2 * 0.8, rel=0.15)  # binomial, not always 8
     assert sampling.most(2000) == counts.max()
+
+
+def test_a_federation_without_clients_is_refused():
+    source = tfpar.inputs.from_arrays(np.zeros([20, 2], np.float32), LABELS[:20], num_classes=10)
+    options = {"clients": 4, "clients_per_round": 2, "rounds": 3, "client_dropout": 0.999}
+    config = tfpar.ExperimentConfig.from_flat_dict(options, program="federated")
+    with pytest.raises(tfpar.ConfigError, match=r"--client_dropout=0\.999 .*nothing would be learned"):
+        Population.of(source, config)
 
 
 def test_a_client_sees_each_example_once_an_epoch():

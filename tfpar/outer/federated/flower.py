@@ -21,6 +21,7 @@ from typing import Any
 
 from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError
+from tfpar.config.errors import TrainingError
 from tfpar.optim.pure_update import pure_apply
 from tfpar.outer.federated.checks import federated_of
 from tfpar.outer.federated.client_update import ClientData
@@ -339,8 +340,17 @@ class _Server:
         _log.info("round %d: %d clients, loss %.4f", number + 1, len(losses), self._loss)
 
     def finish(self, workdir: pathlib.Path, evaluate: Callable[[keras.Model], dict[str, float]] | None) -> None:
-        """Writes `model.keras` and `summary.json`."""
+        """Writes `model.keras` and `summary.json`.
+
+        Raises:
+          TrainingError: No client replied in any round.
+        """
         model, rounds = self._trainer.model, self.options.rounds
+        if not self._counts["clients_trained"]:
+            raise TrainingError(
+                f"--rounds={rounds}: no client replied in any round, so nothing was learned, and {workdir} gets no "
+                "model. The log names the clients that failed, and why."
+            )
         workdir.mkdir(parents=True, exist_ok=True)
         model.save(workdir / "model.keras")
         federated: dict[str, Any] = {"averaging": self.options.averaging, "update_codec": self.options.update_codec}

@@ -66,7 +66,7 @@ class Population:
           config: The configuration; its section `federated` determines the division.
 
         Raises:
-          ConfigError: The examples cannot be divided in this way.
+          ConfigError: The examples cannot be divided in this way, or no client would take part in any round.
         """
         options = config.federated
         assert options is not None
@@ -86,7 +86,15 @@ class Population:
         held = [np.zeros(0, np.int64)] * len(parts)
         if options.client_holdout:
             parts, held = partition.hold_out(parts, options.client_holdout, seed)
-        return cls(source, options, seed, config.input.shuffle, parts, held)
+        made = cls(source, options, seed, config.input.shuffle, parts, held)
+        # Who takes part depends on the seed alone, so that this is known before anything is trained.
+        if not any(len(made.sampling.round(number)[0]) for number in range(options.rounds)):
+            raise ConfigError(
+                f"--client_dropout={options.client_dropout:g} with --rounds={options.rounds} and --clients_per_round="
+                f"{options.clients_per_round}: no client takes part in any round, so nothing would be learned. Draw "
+                "more clients, train for more rounds, or let fewer drop out."
+            )
+        return made
 
     @property
     def clients(self) -> int:
