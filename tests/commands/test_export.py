@@ -6,7 +6,7 @@ import pathlib
 
 from tests.commands.test_cli import tfpar
 from tfpar.commands import export
-from tfpar.config import ExperimentConfig, InputConfig
+from tfpar.config import ConfigError, ExperimentConfig, InputConfig
 from tfpar.config.errors import TrainingError
 from tfpar.inputs import build_source
 
@@ -40,7 +40,25 @@ def test_a_full_disk_is_named_and_no_part_is_left(tmp_path, folder, error):
     output = tmp_path / "new" / "export"
     with pytest.raises(TrainingError, match=r"--output=.*/export could not be written \(No space left on device\)"):
         export._write(Full(), output, "tf_saved_model")
-    assert not output.exists()
+    assert not any(output.parent.iterdir())
+
+
+def test_an_export_has_its_name_after_its_check(tmp_path):
+    class Model:
+        def export(self, path: str, **options: object) -> None:
+            pathlib.Path(path).write_text("model")
+
+    def refuse(path: pathlib.Path) -> None:
+        assert path.suffix == ".onnx"
+        assert path.read_text() == "model"
+        raise ConfigError("differs")
+
+    output = tmp_path / "digits.onnx"
+    with pytest.raises(ConfigError, match="differs"):
+        export._write(Model(), output, "onnx", refuse)
+    assert not any(tmp_path.iterdir())
+    export._write(Model(), output, "onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.onnx"]
 
 
 def test_the_check_reads_what_the_run_held_out(tmp_path, monkeypatch):

@@ -103,30 +103,46 @@ def _difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) ->
     )
 
 
-def _write(model: keras.Model, output: pathlib.Path, kind: str) -> None:
-    """Exports a model, whole or not at all.
+def _write(
+    model: keras.Model, output: pathlib.Path, kind: str, check: Callable[[pathlib.Path], None] = lambda _: None
+) -> None:
+    """Exports a model, whole and checked or not at all: it gets its name after the check.
+
+    Args:
+      model: The model.
+      output: The name.
+      kind: Keras' name of the format.
+      check: Raises an error if the export at a path must not be used.
 
     Raises:
       TrainingError: The export could not be written, for example on a full disk.
     """
     import tensorflow as tf
 
+    unchecked = output.with_name(f".{output.stem}.unchecked{output.suffix}")
     try:
+        _remove(unchecked)  # of a process that was killed
         output.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module="keras")  # Keras 3.15 asks for np.object
-            model.export(str(output), format=kind, verbose=False)
+            model.export(str(unchecked), format=kind, verbose=False)
+        check(unchecked)
+        os.rename(unchecked, output)
     except BaseException as error:
-        # A part would be in the way of the next attempt, and may be what fills the disk.
-        shutil.rmtree(output, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            output.unlink(missing_ok=True)
+        _remove(unchecked)  # it may be what fills the disk
         if isinstance(error, (OSError, tf.errors.ResourceExhaustedError)):
             raise TrainingError(
                 f"--output={output} could not be written ({write_reason(error)}); nothing was left there. Make room, "
                 "or name another place."
             ) from error
         raise
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a folder or a file, if there is one and it can be removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def main(_: list[str]) -> None:
@@ -162,13 +178,18 @@ def main(_: list[str]) -> None:
             "--format=saved_model, or train with --precision=float32."
         )
     expected = keras.tree.flatten(model.predict_on_batch(x))  # also traces the model, which Keras' exporters need
-    _write(model, output, "tf_saved_model" if given.format == "saved_model" else "onnx")
-    actual = (saved_model if given.format == "saved_model" else onnx)(output)(x)
-    difference = _difference(actual, expected)
     short = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model.layers)
     tolerance = given.tolerance if given.tolerance is not None else 1e-2 if short else 1e-4
-    if not difference <= tolerance:
-        raise ConfigError(
-            f"{output} differs from the model by {difference:.2e} (--tolerance={tolerance}); do not use it."
-        )
+    difference = 0.0
+
+    def check(path: pathlib.Path) -> None:
+        nonlocal difference
+        difference = _difference((saved_model if given.format == "saved_model" else onnx)(path)(x), expected)
+        if not difference <= tolerance:
+            raise ConfigError(
+                f"--output={output}: the export differs from the model by {difference:.2e}, more than "
+                f"--tolerance={tolerance:g}; nothing was left there. Allow more, or export in another --format."
+            )
+
+    _write(model, output, "tf_saved_model" if given.format == "saved_model" else "onnx", check)
     print(f"{output}: {given.format}, checked on {len(x)} examples, largest relative difference {difference:.1e}")
