@@ -347,7 +347,8 @@ def test_a_model_is_evaluated_on_what_its_run_held_out(tmp_path):
     ran = ExperimentConfig.from_flat_dict(flat)
     path = str(tmp_path / "model.keras")
     plain = ExperimentConfig.from_flat_dict({"dataset": "digits", "sequence_length": 32})
-    assert examples_of_run(plain, path, lambda name: False) == plain  # no run there
+    with pytest.raises(ConfigError, match=r"it is not in the workdir of a run, .* --dataset=\.\.\."):
+        examples_of_run(plain, path, lambda name: False)
     writer = Checkpointer(tmp_path, keep=1)
     writer.save(Checkpoint(1, {}, {}, {}, ran.as_flat_dict()))
     writer.close()
@@ -364,5 +365,7 @@ def test_a_model_of_a_program_is_evaluated_on_what_is_given(tmp_path):
     writer = Checkpointer(tmp_path, keep=1)
     writer.save(Checkpoint(1, {}, {}, {}, ran.as_flat_dict()))
     writer.close()
-    plain = ExperimentConfig()
-    assert examples_of_run(plain, str(tmp_path / "model.keras"), lambda name: False) == plain
+    plain, path = ExperimentConfig(), str(tmp_path / "model.keras")
+    with pytest.raises(ConfigError, match="the run beside it had examples of a program's own"):
+        examples_of_run(plain, path, lambda name: False)
+    assert examples_of_run(plain, path, lambda name: name == "dataset") == plain

@@ -59,9 +59,18 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
       config: The configuration from the command line.
       path: The file.
       given: Whether an option was given there; given options keep their values. If another data set is given, all do.
+
+    Raises:
+      ConfigError: No data set is given, and no run beside the file says which one it had.
     """
     saved = checkpointer.saved_config(pathlib.Path(path).parent) or {}
     dataset = saved.get("dataset", CUSTOM)
+    if dataset == CUSTOM and not given("dataset"):
+        known = "the run beside it had examples of a program's own" if saved else "it is not in the workdir of a run"
+        raise ConfigError(
+            f"--model_file={path}: {known}, so its examples are not known. Name them: --dataset=..., and what else the "
+            "model was trained with, such as --validation_fraction and --seed, which say what was held out."
+        )
     if dataset == CUSTOM or (given("dataset") and dataset != config.input.dataset):
         return config
     options = ("dataset", "validation_fraction", "sequence_length", "image_size", "resize", "crop", "seed")
