@@ -90,15 +90,16 @@ def test_residuals_survive_another_codec_and_other_buckets(before, after):
 
 
 @pytest.mark.parametrize(("spec", "workers"), [("int4", 1), ("none", 1), ("none", 2), ("int4:warmup_steps=20", 1)])
-def test_residuals_survive_where_nothing_is_encoded_any_more(spec, workers):
-    old, new = exchanges("int4", 3), exchanges(spec, workers)
+@pytest.mark.parametrize("before", ["int4", "int4:min_elements=5000"])
+def test_residuals_survive_where_nothing_is_encoded_any_more(before, spec, workers):
+    old, new = exchanges(before, 3), exchanges(spec, workers)
     fill(old)
     for exchange in new:
         exchange.restore(3, lambda rank: old[rank].export())
     expected = total_pending(old)
     assert np.linalg.norm(total_pending(new) - expected) <= 1e-6 * np.linalg.norm(expected)
     # And once more: nothing of it is lost on the way back to a codec.
-    again = exchanges("int4", 2)
+    again = exchanges(before, 2)
     for exchange in again:
         exchange.restore(workers, lambda rank: new[rank].export())
     assert np.linalg.norm(total_pending(again) - expected) <= 1e-6 * np.linalg.norm(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from tfpar.collectives.group import Group
@@ -79,3 +80,22 @@ def _place(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     if strategy.cluster_resolver is None or workers == 1:
         return workers, 0
     return workers, worker_rank(strategy)
+
+
+def as_encoded_before(spec: Spec, shapes: Sequence[tf.TensorShape], elements: int) -> Spec:
+    """A spec that encodes the tensors that a saved run encoded, to which its residuals belong.
+
+    Args:
+      spec: The exchange.
+      shapes: Static shapes of all tensors.
+      elements: Elements of the tensors that the saved run encoded. Its `min_elements` is not known, but no two of them
+        that choose other tensors give the same number.
+
+    Returns:
+      `spec` with that `min_elements`, or as it is if none gives this number.
+    """
+    for least in sorted({shape.num_elements() for shape in shapes}):
+        options = dataclasses.replace(spec.options, min_elements=least)
+        if elements == sum(shape.num_elements() for shape in shapes if options.is_compressible(shape)):
+            return dataclasses.replace(spec, options=options)
+    return spec

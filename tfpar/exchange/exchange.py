@@ -12,7 +12,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import residuals
 from tfpar.exchange import spec as specs
-from tfpar.exchange.choosing import check_sparse, dense_or_compressed, world_of
+from tfpar.exchange.choosing import as_encoded_before, check_sparse, dense_or_compressed, world_of
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, check_saved_devices
@@ -137,7 +137,7 @@ class Exchange:
         self._reducer = dense_or_compressed(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
         )
-        self._pending_reducer = lambda: CompressedReducer(self._spec, shapes, group, device, seed, encodes=False)
+        self._pending_reducer = lambda spec: CompressedReducer(spec, shapes, group, device, seed, encodes=False)
 
     def check_supported(self, strategy: str) -> None:
         """Refuses a codec under a strategy, given by its tfpar name, that does not support it.
@@ -201,8 +201,8 @@ class Exchange:
           ConfigError: This exchange encodes other tensors, or has no residuals.
         """
         check_saved_devices(self._reducer, workers, read)
-        if not self._reducer.state and residuals.has_pending(workers, read):
-            self._reducer = self._pending_reducer()
+        if not self._reducer.state and (elements := residuals.pending_elements(workers, read)):
+            self._reducer = self._pending_reducer(as_encoded_before(self._spec, self._shapes, elements))
         self._reducer.restore(workers, read)
 
     def retune(self) -> bool:

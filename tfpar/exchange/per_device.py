@@ -316,7 +316,7 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
     first = read(0)
     saved = {found[0] for found in map(_NAME.match, first) if found}
     own = {*reducer.names} if isinstance(reducer, PlacesReducer) else set()
-    if (saved and saved != own) or (own and not saved and residuals.has_pending(workers, read)):
+    if (saved and saved != own) or (own and not saved and residuals.pending_elements(workers, read)):
         on_workers = any(name.startswith("part_of_") for name in saved)
         before = "on other workers" if on_workers else f"of {len(saved) or 'one'} device{'s' * (len(saved) > 1)} each"
         raise ConfigError(

@@ -68,9 +68,11 @@ def total_pending(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
     return np.concatenate(buckets) if buckets else np.zeros(0)
 
 
-def has_pending(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> bool:
-    """Whether the workers of a saved run have residuals that are not zero; see `Exchange.restore`."""
-    return bool(read(0)) and bool(total_pending([checked(read(rank), rank) for rank in range(workers)]).any())
+def pending_elements(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> int:
+    """The elements of the tensors that a saved run encoded; 0 if all of its residuals are zero. See
+    `Exchange.restore`."""
+    total = total_pending([checked(read(rank), rank) for rank in range(workers)]) if read(0) else np.zeros(0)
+    return total.size if total.any() else 0
 
 
 def exported(bucket: Bucket, rank: int) -> dict[str, np.ndarray]:
