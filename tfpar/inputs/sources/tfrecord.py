@@ -29,6 +29,7 @@ SIDECAR = "features.json"
 FORMAT = "tfpar-tfrecord-1"
 FORMAT_OF_STRUCTURES = "tfpar-tfrecord-2"  # several inputs or labels, sample weights, or text
 SPLITS = ("train", "validation")
+_TASKS = (source.CLASSIFICATION, source.LANGUAGE_MODEL)
 _TEXT_CODES = {"bytes": source.decode_bytes}
 _KINDS = {
     **dict.fromkeys(("name", "task", "input_dtype", "stored_input_dtype", "stored_label_dtype", "label_dtype"), str),
@@ -275,6 +276,11 @@ def _check_kinds(features: Features) -> None:
         value = getattr(features, name)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"its {name} is {value!r}")
+    for name, known in (("task", _TASKS), ("text", ("", *_TEXT_CODES))):
+        if (value := getattr(features, name)) not in known:
+            raise ValueError(f"its {name} is {value!r}, not {' or '.join(map(repr, known))}")
+    if features.num_classes < 0:
+        raise ValueError(f"its num_classes is {features.num_classes}, not a number of classes")
     if not all(isinstance(name, str) for name in features.class_names):
         raise ValueError(f"its class_names are {features.class_names}")
     if not all(isinstance(count, int) for count in features.records.values()):
