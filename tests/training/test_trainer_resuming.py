@@ -314,3 +314,18 @@ def test_a_run_goes_on_with_the_optimizer_it_had(tmp_path):
         run(keras.optimizers.Adam(0.1, beta_1=0.5), 4)
     keras.optimizers.Adam(0.3)  # Keras counts names
     assert run(keras.optimizers.Adam(0.01), 4)["steps"] == 4
+
+
+def test_state_that_is_not_finite_is_named_once(tmp_path, messages):
+    """The variance of a batch overflows, and the loss is that of zeros."""
+    trainer = trainer_of(
+        lambda: keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]),
+        workdir=str(tmp_path),
+        checkpoint_every=1,
+    )
+    x, y = np.random.default_rng(0).normal(size=(16, 6)) * 1e25, np.zeros(16, np.int32)
+    summary = trainer.fit(x.astype(np.float32), y, steps=3)
+    assert summary["skipped_steps"] == 0
+    [line] = [line for line in messages if "NaN or infinity" in line]
+    assert "since step 1 at the latest" in line
+    assert "sequential/batch_normalization/moving_variance, although the loss is finite" in line

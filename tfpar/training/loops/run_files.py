@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from tfpar.guards.restarts import RestartLog
 from tfpar.monitor.run_info import stopping_option
 from tfpar.optim.plateau import PlateauController
 from tfpar.outer.local import saved as local
-from tfpar.parallel.split import assign_whole, shape_of
+from tfpar.parallel.split import assign_whole, not_finite, shape_of
 from tfpar.precision import LossScale
 from tfpar.training import sharding
 from tfpar.training.loops.state import LoopState
@@ -26,6 +27,8 @@ from tfpar.training.program import Program
 
 import numpy as np
 import tensorflow as tf
+
+_NAMED = 5
 
 
 class RunFiles:
@@ -37,7 +40,7 @@ class RunFiles:
       steps_per_epoch: Steps of one pass over the examples.
       skipped_examples: Counts examples left out; a checkpoint holds the count.
       plateau: The controller of `--schedule=plateau`, or None.
-      message: Prints a line on the chief.
+      message: Prints a line on the chief, at a level of `logging` if one is given.
 
     Attributes:
       restarts: The log of starts.
@@ -51,7 +54,7 @@ class RunFiles:
         steps_per_epoch: int,
         skipped_examples: SkippedExampleLog,
         plateau: PlateauController | None,
-        message: Callable[[str], None],
+        message: Callable[..., None],
     ) -> None:
         self._program = program
         self._pipeline = pipeline
@@ -59,6 +62,7 @@ class RunFiles:
         self._skipped_examples = skipped_examples
         self._plateau = plateau
         self._message = message
+        self._told_of_bad_state = False
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
@@ -89,6 +93,7 @@ class RunFiles:
         Raises:
           CheckpointError: The previous one could not be written, and `on_checkpoint_error` is `fail`.
         """
+        self._warn_of_bad_state(state.step)
         if self._checkpointer is None:
             return
         program = self._program
@@ -113,6 +118,23 @@ class RunFiles:
         self._checkpointer.save(
             checkpoint, best=state.best_step == state.step, candidate=state.evaluating == state.step
         )
+
+    def _warn_of_bad_state(self, step: int) -> None:
+        """Names, once, the state of the model that is not finite. Loss and gradients, which decide whether a step is
+        applied, are finite all the same: in training, batches are normalised with their own statistics."""
+        if self._told_of_bad_state:
+            return
+        frozen = {id(weight) for weight in frozen_weights(self._program.model)}
+        state = [each for each in self._program.model.non_trainable_variables if id(each) not in frozen]
+        if names := not_finite(state):
+            self._told_of_bad_state = True
+            named = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} others" * (len(names) > _NAMED)
+            self._message(
+                f"since step {step} at the latest, there is NaN or infinity in the model's state {named}, although the "
+                "loss is finite: evaluations and the saved model will be wrong. Begin again from an earlier checkpoint "
+                "with smaller inputs, or a lower --learning_rate.",
+                logging.WARNING,
+            )
 
     def mark_best(self, step: int) -> None:
         """Marks the checkpoint of an earlier step as the best, when its evaluation has ended."""
