@@ -5,11 +5,11 @@ This module imports neither TensorFlow nor Keras.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 
 from tfpar.process.exit_codes import USAGE_ERROR
+from tfpar.process.suggestions import did_you_mean
 
 # Names of all options, filled by `tfpar.config.experiment`, which imports this module.
 OPTION_NAMES: set[str] = set()
@@ -65,6 +65,5 @@ def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
       known: The names that are accepted.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    hint = did_you_mean(value, names, most=3)
     return ConfigError(f"{flag}={value!r} is not known.{hint} Known: {', '.join(names)}.")

@@ -5,11 +5,11 @@ This module imports neither TensorFlow nor Keras.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tfpar.config.errors import ConfigError
+from tfpar.process.suggestions import did_you_mean
 
 # A link to experiments/recipes in a checkout, a separate folder in a wheel.
 FOLDER = Path(__file__).with_name("recipes")
@@ -51,8 +51,7 @@ def _resolve(name: str) -> str:
     recipe = FOLDER / name
     if Path(name).name == name and recipe.is_file():
         return str(recipe)
-    near = difflib.get_close_matches(Path(name).name, names(), n=1, cutoff=0.5)
-    hint = f" Did you mean --flagfile={near[0]}?" if near else ""
+    hint = did_you_mean(Path(name).name, names(), "--flagfile={}".format)
     raise ConfigError(
         f"--flagfile={name}: no such file.{hint} Name a file with a flag per line, or a recipe that comes with tfpar: "
         f"{', '.join(names())}."

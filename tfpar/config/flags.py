@@ -18,7 +18,6 @@ flags from a file with one flag per line.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import logging as stdlib_logging
 import re
@@ -37,6 +36,7 @@ from tfpar.config.experiment import PROGRAM_SECTIONS, SECTIONS, ExperimentConfig
 from tfpar.config.fields import range_text
 from tfpar.process import logs
 from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
+from tfpar.process.suggestions import did_you_mean
 
 from absl import app, flags, logging
 
@@ -202,8 +202,7 @@ def _unknown_flag(name: str, values: flags.FlagValues, program: str) -> str:
     if name in _LAUNCHER:
         launcher = "tfpar launch" if program else "python -m tfpar.launch"
         return f"--{name} is the launcher's: {launcher} --workers=2 -- {program or sys.argv[0]} --flag=value ..."
-    near = difflib.get_close_matches(name, list(values), n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
+    hint = did_you_mean(name, values, "--{}".format, most=3, cutoff=0.6)
     return f"unknown flag --{name}.{hint} --help lists the flags."
 
 
@@ -277,8 +276,7 @@ class _Choice(flags.EnumParser):
         try:
             return super().parse(argument)
         except ValueError:
-            near = difflib.get_close_matches(argument, self.enum_values, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(argument, self.enum_values, str)
             raise ValueError(f"must be one of {', '.join(self.enum_values)}.{hint}") from None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import os
 import random
@@ -33,6 +32,7 @@ from tfpar.launch.parser import Parser
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.cores import cores
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
+from tfpar.process.suggestions import did_you_mean
 from tfpar.process.writable import unwritable
 
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
@@ -376,8 +376,8 @@ def _script_problem(command: Sequence[str]) -> str | None:
     if command[0].startswith("-"):
         return f"the script must come first after --, found the flag {command[0]}."
     beside = script.parent.glob("*.py") if script.parent.is_dir() else []
-    near = difflib.get_close_matches(script.name, [path.name for path in beside], n=1)
-    return f"no such script: {script}." + (f" Did you mean {script.parent / near[0]}?" if near else "")
+    hint = did_you_mean(script.name, (path.name for path in beside), lambda name: str(script.parent / name), cutoff=0.6)
+    return f"no such script: {script}.{hint}"
 
 
 def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:

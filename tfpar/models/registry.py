@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import types
 import typing
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tfpar.config import ConfigError, unknown_name
+from tfpar.process.suggestions import did_you_mean
 
 import keras
 
@@ -251,8 +251,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def _unknown_option(name: str, key: str, allowed: Mapping[str, Any]) -> ConfigError:
-    suggestions = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    hint = f" Did you mean {suggestions[0]!r}?" if suggestions else ""
     return ConfigError(
-        f"--model_args: {key!r} is not an option of --model={name}.{hint} Its options: {', '.join(allowed)}."
+        f"--model_args: {key!r} is not an option of --model={name}.{did_you_mean(key, allowed)} Its options: "
+        f"{', '.join(allowed)}."
     )

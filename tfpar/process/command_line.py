@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from typing import NoReturn
 
 from tfpar.process.exit_codes import USAGE_ERROR
+from tfpar.process.suggestions import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,8 +17,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split() or ["''"]  # an empty argument
             flag = unknown[0].split("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
-            message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
+            message = f"unknown argument {flag}.{did_you_mean(flag, self._option_string_actions, str)}"
         wrong = re.fullmatch(r"argument (--\w+): invalid (int|float) value: '(.*)'", message)
         if wrong:
             flag, kind, value = wrong.groups()

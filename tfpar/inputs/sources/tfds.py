@@ -7,7 +7,6 @@ downloads anything.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import memory, records, source
 from tfpar.inputs.source import Source, SourceInfo
 from tfpar.inputs.sources import images, text
+from tfpar.process.suggestions import did_you_mean
 
 import numpy as np
 import tensorflow as tf
@@ -130,8 +130,7 @@ def _not_prepared(name: str, directory: str) -> str:
         for entry in (os.scandir(directory) if os.path.isdir(directory) else ())
         if entry.is_dir() and not entry.name.startswith(".") and entry.name != "downloads"
     )
-    suggestions = difflib.get_close_matches(name.partition(":")[0].partition("/")[0], present, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(f'tfds:{name}' for name in suggestions)}?" if suggestions else ""
+    hint = did_you_mean(name.partition(":")[0].partition("/")[0], present, "tfds:{}".format, most=3)
     return (
         f"--dataset=tfds:{name} is not prepared in --data_dir={directory!r} (which contains: "
         f"{', '.join(present) or 'nothing'}).{hint} tfpar downloads nothing; prepare it once with: tfds build {name} "

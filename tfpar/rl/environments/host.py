@@ -6,12 +6,12 @@ Threads of this process act in them while the device learns; see `tfpar.rl.actor
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.process.suggestions import did_you_mean
 from tfpar.rl.environments.protocol import Actions, Continuous, Discrete
 
 import numpy as np
@@ -63,17 +63,17 @@ def require_gymnasium() -> Any:
     return gymnasium
 
 
-def suggestion(name: str, known: Sequence[str], where: str) -> str:
-    """Returns what a user may do whose environment does not exist.
+def no_such_environment(name: str, known: Iterable[str], where: str) -> str:
+    """Returns the reason for an environment that does not exist, and what a user may do.
 
     Args:
       name: The name that was given.
       known: The names that exist.
       where: What lists them in Python.
     """
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
-    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return f"{hint}`{where}` has the names of all."
+    return (
+        f"there is no such environment.{did_you_mean(name, known, most=2, cutoff=0.6)} `{where}` has the names of all."
+    )
 
 
 def make_environments(name: str, count: int, processes: bool = False, *, render: bool = False) -> Any:
@@ -107,8 +107,8 @@ def make_environments(name: str, count: int, processes: bool = False, *, render:
     except (gymnasium.error.Error, ImportError, NotImplementedError) as error:
         reason = str(error)
         if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.VersionNotFound):
-            known = suggestion(name, list(gymnasium.registry), "gymnasium.registry")
-            reason = f"there is no such environment. {known}"  # its own suggestions lack the version
+            # Its own suggestions lack the version.
+            reason = no_such_environment(name, gymnasium.registry, "gymnasium.registry")
         raise ConfigError(f"--env={PREFIX}{name}: Gymnasium cannot create it: {reason}") from error
 
 

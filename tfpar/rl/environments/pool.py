@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.rl.environments.host import HostEnvironment, describe, suggestion
+from tfpar.rl.environments.host import HostEnvironment, describe, no_such_environment
 
 import numpy as np
 
@@ -105,8 +105,7 @@ class Pool:
                 names = envpool.list_all_envs()
                 reason = str(error) or type(error).__name__
                 if self._name not in names:
-                    known = suggestion(self._name, names, "envpool.list_all_envs()")
-                    reason = f"there is no such environment. {known}"
+                    reason = no_such_environment(self._name, names, "envpool.list_all_envs()")
                 raise ConfigError(f"--env={PREFIX}{self._name}: EnvPool cannot create it: {reason}") from error
 
     def _observed(self, observation: np.ndarray) -> np.ndarray:
