@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from tests.launch.actors import ACTOR
 from tfpar.launch import cli as launch
 
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.without_keras
         (["--workers=1", "--"], "no script"),
         (["--workers=1", "--", ACTOR.replace("actor", "actr")], "Did you mean"),
         (["--workers=1", "--", "--steps=3"], "the script must come first"),
+        (["--workers=1", "--", "python", ACTOR], f"leave python out, as in -- {ACTOR}."),
+        (["--workers=1", "--", sys.executable, "-m", "train"], f"leave {sys.executable} out, as in -- -m train."),
         (["--workers=1", "--", "-m"], "name of a module"),
         (["--workers=1", "--", "-m", "no_such_package.train"], "no module named 'no_such_package'"),
     ],

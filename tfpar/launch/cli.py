@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -371,13 +372,14 @@ def _script_problem(command: Sequence[str]) -> str | None:
         top = command[1].split(".")[0]
         return None if importlib.util.find_spec(top) else f"no module named {top!r} (from -m {command[1]})."
     script = Path(command[0])
+    if re.fullmatch(r"python[\d.]*", script.name) and not script.is_dir():
+        return f"workers run the launcher's Python: leave {script} out, as in -- {' '.join(command[1:]) or 'train.py'}."
     if script.is_file() or (script / "__main__.py").is_file():
         return None
     if command[0].startswith("-"):
         return f"the script must come first after --, found the flag {command[0]}."
-    beside = script.parent.glob("*.py") if script.parent.is_dir() else []
-    hint = did_you_mean(script.name, (path.name for path in beside), lambda name: str(script.parent / name), cutoff=0.6)
-    return f"no such script: {script}.{hint}"
+    names = [path.name for path in script.parent.glob("*.py")]  # none if there is no such folder
+    return f"no such script: {script}." + did_you_mean(script.name, names, f"{script.parent}/{{}}".format, cutoff=0.6)
 
 
 def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
