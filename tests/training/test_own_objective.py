@@ -24,7 +24,7 @@ class SquaredError:
             results=lambda sums: {"mean_output": float(sums[0]) / max(float(sums[1]), 1.0)},
         )
 
-    def __call__(self, params, state, batch, *, training, scales=None):
+    def __call__(self, params, state, batch, *, training):
         x, y, weight = batch
         outputs, state = self.model.stateless_call(params, state, x, training=training)
         error = tf.reduce_mean(tf.square(outputs - y), axis=-1)

@@ -28,6 +28,7 @@ from tfpar.exchange.sharding.owners import OwnersReducer, Scattered
 from tfpar.exchange.sharding.per_place import reducer_of_places
 from tfpar.exchange.sharding.reducer import ShardedReducer
 from tfpar.exchange.sharding.shards import ShardedVector
+from tfpar.exchange.spec import Spec
 
 import numpy as np
 import tensorflow as tf
@@ -76,7 +77,7 @@ class Exchange:
         self._group: Group = world_group()
         self._group_given = False
         self._reducer: Reducer = LocalReducer([])
-        self._pending_reducer: Callable[[], Reducer] = lambda: self._reducer
+        self._pending_reducer: Callable[[Spec], Reducer] = lambda _: self._reducer
 
     def build(
         self,

@@ -110,7 +110,8 @@ class Core:
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
         """The objective's sums for a micro-batch; see `Objective`."""
-        return check_sums(self.objective(params, state, batch, training=training, scales=scales), self.objective)
+        given = {} if scales is None else {"scales": scales}  # only an objective that needs scales must take them
+        return check_sums(self.objective(params, state, batch, training=training, **given), self.objective)
 
     def backward(self, forward: Forward) -> LocalSums:
         """The backward pass of `loss_and_grads`."""

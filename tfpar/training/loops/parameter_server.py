@@ -140,9 +140,10 @@ class ParameterServerLoop:
 
         def push() -> tf.Tensor:
             program = self._program
-            pairs = zip(unreached.left_out(mean, weights), weights, strict=True)
-            reached = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
-            apply_on_servers(program.optimizer, program.strategy, *map(list, reached), rate)
+            left = {*unreached.indices(weights)}
+            reached = [place for place in range(len(weights)) if place not in left]
+            gradients, variables = [mean[place] for place in reached], [weights[place] for place in reached]
+            apply_on_servers(program.optimizer, program.strategy, gradients, variables, rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
                 if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker changes them a little
                     variable.value.assign_add(new - old)
