@@ -127,22 +127,25 @@ def test_rounds_of_one_step_are_data_parallelism(cases):
 
 @pytest.mark.cluster
 def test_workers_that_divide_their_replicas(cases, tmp_path):
-    """Rounds with the weights of whole replicas; with int4, resumed within a round, the same bits."""
+    """Rounds with the weights of whole replicas, also where the run was stopped within one."""
+    run = {**ROUNDS, **MESH, "workdir": str(tmp_path / "run")}
+    found = on_workers(tmp_path, {"stopped": {**run, "stop_after": 6}, "resumed": run})
+    assert found["stopped"].summary["steps"] == 6
+    assert_close(found["resumed"].weights, cases["rounds"].weights, 1e-4)
+    assert found["resumed"].summary["rounds"] == cases["rounds"].summary["rounds"]
+
+
+@pytest.mark.proof
+@pytest.mark.cluster
+def test_workers_that_divide_their_replicas_resume_with_the_same_bits(tmp_path):
+    """With int4, within a round; and where other devices have the parts, not at all."""
     encoded = {**INT4, **MESH, "exchange": "int4:min_elements=64"}
     left = {**encoded, "workdir": str(tmp_path / "run")}
-    found = on_workers(
-        tmp_path,
-        {
-            "rounds": {**ROUNDS, **MESH},
-            "whole": encoded,
-            "stopped": {**left, "stop_after": 6},
-            "resumed": left,
-        },
-    )
+    found = on_workers(tmp_path, {"whole": encoded, "stopped": {**left, "stop_after": 6}})
     other = json.dumps([{**left, "mesh": "data:2,pipeline:2"}])
     refused = launch(WORKERS, "-m", "tests.integration.scripts.local_steps", str(tmp_path), other)
     assert "--mesh: the devices of the saved run had other layers or other parts of them" in refused.stdout
-    assert_close(found["rounds"].weights, cases["rounds"].weights, 1e-4)
+    found |= on_workers(tmp_path, {"resumed": left})
     assert found["resumed"].summary["params_sha256"] == found["whole"].summary["params_sha256"]
     for mine, theirs in zip(found["resumed"].workers, found["whole"].workers, strict=True):
         for name in found["whole"].weights:
