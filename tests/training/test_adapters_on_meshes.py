@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from typing import Any
 
 from tests.integration.scripts import divided
@@ -25,11 +24,11 @@ CASES: list[Any] = [
     ("dense", "model:2", 2, {"lora": "2:third|fourth", "trainable": "norm"}),
     ("language_model", "model:2", 2, EVERY),  # the table of tied embeddings, too
     ("language_model", "data:2,pipeline:2", 4, {**EVERY, "accumulate_steps": 2, "jit_compile": "auto"}),
-    ("dense", "", 3, {"lora": "2:third|fourth", "shard": "weights", "accumulate_steps": 2}),
     ("wide", "data:2,model:2", 4, {"lora": "1:.", "shard": "weights", "steps": 6}),  # factors of one row or column
     *(
         pytest.param(*case, marks=pytest.mark.proof)
         for case in [
+            ("dense", "", 3, {"lora": "2:third|fourth", "shard": "weights", "accumulate_steps": 2}),
             ("attention", "model:2", 2, EVERY),
             ("attention", "data:2,model:2", 4, {**EVERY, "shard": "gradients", "accumulate_steps": 2}),
             ("vit", "model:4", 4, EVERY),
@@ -92,19 +91,15 @@ def assert_divided_like_their_kernels(model: keras.Model) -> None:
     assert found > 1
 
 
-def test_saved_with_the_kernels_and_resumed_on_one_device(tmp_path):
-    options = {"lora": "2:third|fourth", "steps": 8}
-    trainer = divided.here("mirrored", "data:2,model:2", 4, workdir=str(tmp_path / "whole"), **options)
+@pytest.mark.parametrize(("mesh", "devices"), [("", 1), pytest.param("pipeline:2", 2, marks=pytest.mark.proof)])
+def test_saved_with_the_kernels_and_resumed_on_other_devices(mesh, devices, tmp_path):
+    options = {"lora": "2:third|fourth", "schedule": "constant", "workdir": str(tmp_path / "run")}
+    trainer = divided.here("mirrored", "model:2", 2, steps=4, **options)
     x = divided.data("dense")[0][:8]
-    loaded = keras.saving.load_model(tmp_path / "whole" / "model.keras", compile=False)
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras", compile=False)
     np.testing.assert_allclose(loaded.predict(x, verbose=0), trainer.predict(x), rtol=1e-4, atol=1e-5)
-    divided.here("mirrored", "data:2,model:2", 4, workdir=str(tmp_path / "run"), stop_after=4, **options)
-    for mesh, devices in (("pipeline:2", 2), ("", 1)):
-        copy = tmp_path / f"{devices}"
-        shutil.copytree(tmp_path / "run", copy)
-        own = {**options, "workdir": str(copy)}
-        further = divided.here("mirrored", mesh, devices, **own) if mesh else divided.here(**own)
-        assert_as_alone(further, "dense", lora="2:third|fourth", steps=8)
+    further = divided.here("mirrored" if mesh else "one_device", mesh, devices, steps=8, **options)
+    assert_as_alone(further, "dense", lora="2:third|fourth", schedule="constant", steps=8)
 
 
 def test_frozen_kernels_are_sharded_too():
@@ -117,7 +112,7 @@ def test_frozen_kernels_are_sharded_too():
 
 
 def test_nothing_of_frozen_kernels_is_scattered(monkeypatch):
-    """Also where their block has adapters that are sharded as well."""
+    """Also where their block has adapters that are sharded as well. And the weights are those of one device."""
     scattered = []
     total = Place.share_of_sum
 
@@ -126,6 +121,7 @@ def test_nothing_of_frozen_kernels_is_scattered(monkeypatch):
         return total(place, rows)
 
     monkeypatch.setattr(Place, "share_of_sum", counted)
-    divided.here("mirrored", "", 2, steps=1, model="wide", lora="2:.", shard="weights")
+    trainer = divided.here("mirrored", "", 2, steps=6, model="wide", lora="2:.", shard="weights")
     assert scattered
     assert max(scattered) == 1024 * 2  # a factor; its kernel has 1024 * 12
+    assert_as_alone(trainer, "wide", lora="2:.", steps=6)
