@@ -25,6 +25,7 @@ from tfpar import models
 from tfpar.collectives.tensorflow import Channel
 from tfpar.config import StrategyConfig
 from tfpar.models import TaskSpec
+from tfpar.models.transformer import TokenEmbedding
 from tfpar.parallel import split, strategies
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import whole
@@ -34,7 +35,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-VOCABULARY, POSITIONS, PREDICTED = 32, 8, 21
+VOCABULARY, LARGE, POSITIONS, PREDICTED = 32, 1500, 8, 21
 COMMON = {**sharded.COMMON, "optimizer": "adamw", "jit_compile": "false"}
 
 
@@ -79,21 +80,16 @@ def attention() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(VOCABULARY, name="logits")(x))
 
 
-def language_model() -> keras.Model:
-    spec = TaskSpec("language_model", (POSITIONS,), "int32", VOCABULARY)
-    return models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.0)
+def language_model(vocabulary: int = VOCABULARY, width: int = 32) -> keras.Model:
+    spec = TaskSpec("language_model", (POSITIONS,), "int32", vocabulary)
+    return models.build("transformer_lm_tiny", spec, width=width, depth=2, heads=4, dropout=0.0)
 
 
-def uneven_vocabulary() -> keras.Model:
-    """A table whose tokens no axis divides."""
-    spec = TaskSpec("language_model", (POSITIONS,), "int32", VOCABULARY + 3)
-    return models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.0)
-
-
-def large_vocabulary() -> keras.Model:
-    """A table most of whose rows no example reads."""
-    spec = TaskSpec("language_model", (POSITIONS,), "int32", 1500)
-    return models.build("transformer_lm_tiny", spec, width=16, depth=2, heads=4, dropout=0.0)
+def tied() -> keras.Model:
+    """A table on the first stage and the last, most of whose rows no example reads."""
+    tokens, table = keras.Input((POSITIONS,), dtype="int32"), TokenEmbedding(LARGE, 16)
+    x = keras.layers.Dense(16)(keras.layers.Dense(64, "tanh")(table(tokens)))
+    return keras.Model(tokens, table(keras.layers.LayerNormalization()(x), reverse=True))
 
 
 def three_heads() -> keras.Model:
@@ -255,8 +251,9 @@ MODELS = {
     "synchronised": functools.partial(batch_statistics, synchronized=True),
     "attention": attention,
     "language_model": language_model,
-    "uneven_vocabulary": uneven_vocabulary,
-    "large_vocabulary": large_vocabulary,
+    "uneven_vocabulary": functools.partial(language_model, VOCABULARY + 3),  # no axis divides it
+    "large_vocabulary": functools.partial(language_model, LARGE, 16),  # no example reads most rows of its table
+    "tied": tied,
     "three_heads": three_heads,
     "gpt2": gpt2,
     "grouped_query": grouped_query,
@@ -274,7 +271,7 @@ IMAGES = ("vit", "resnet", "synchronised_resnet")
 
 def data(model: str) -> tuple[Any, Any]:
     generator = np.random.default_rng(0)
-    if model in ("attention", "language_model", "uneven_vocabulary", "large_vocabulary", "three_heads"):
+    if model in ("attention", "language_model", "uneven_vocabulary", "large_vocabulary", "tied", "three_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
     if model in ("gpt2", "grouped_query", "counted_heads"):
