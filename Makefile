@@ -35,8 +35,8 @@ BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if 
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
 
-.PHONY: help setup wheels test-wheels train test gpu-test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
-  clean missing
+.PHONY: help setup wheels test-wheels train test python-test gpu-test native-test network-tools browser sanitize fuzz chaos \
+  proofs lint format docs bench clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
@@ -106,8 +106,10 @@ train: setup
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 
+test: setup native-test python-test
+
 # LLVM's optimisation is left out of what XLA compiles: it takes longer than the small programs of the tests run. The proofs have it.
-test: setup native-test network-tools browser
+python-test: setup network-tools browser
 	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" $(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal -m "not proof"
 
 proofs: setup
