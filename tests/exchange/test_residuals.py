@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange
 from tfpar.exchange.buckets import bucket_seed, rounding_seed
+from tfpar.exchange.sharding.shards import evenly
 from tfpar_ops import Codec
 
 import numpy as np
@@ -148,6 +150,17 @@ def test_residuals_of_another_model_are_refused():
     other.build([tf.TensorSpec((64, 64))], workers=2, worker=0)
     with pytest.raises(ConfigError, match=f"{LARGE:,} elements; this exchange encodes tensors with 4,096"):
         other.restore(2, lambda rank: old[rank].export())
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_shards_of_other_tensors_are_refused_by_every_worker(worker):
+    """Not by the one alone that would get the sum: the others would wait for it."""
+    old, new = exchanges("int4", 2), Exchange("none")
+    fill(old)
+    shards = evenly([2, 3], [math.prod(shape) for shape in SHAPES], 2, block=1, bucket_bytes=1 << 20)
+    new.build([tf.TensorSpec(shape) for shape in SHAPES], workers=2, worker=worker, shards=shards)
+    with pytest.raises(ConfigError, match=f"{LARGE:,} elements; this exchange has shards of tensors with 14,145"):
+        new.restore(2, lambda rank: old[rank].export())
 
 
 @pytest.mark.parametrize("workers", [2, 3])

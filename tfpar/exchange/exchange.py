@@ -199,7 +199,7 @@ class Exchange:
           read: Returns the export of the worker with a rank.
 
         Raises:
-          ConfigError: This exchange encodes other tensors, or has no residuals.
+          ConfigError: This exchange encodes other tensors, or has others in shards, or has no residuals.
         """
         check_saved_devices(self._reducer, workers, read)
         if not self._reducer.state and (elements := residuals.pending_elements(workers, read)):

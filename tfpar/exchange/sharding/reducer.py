@@ -278,26 +278,24 @@ class ShardedReducer(OwnersReducer):
         local_copy(self._step).assign(own["step"])
         mine = self.export()
         same = workers == self._group.size and own.keys() == mine.keys()
-        if same and all(own[name].shape == array.shape for name, array in mine.items()):
+        same = same and all(own[name].shape == array.shape for name, array in mine.items())
+        if same:
             pending = [own[f"{number}/{role}"] for number, one in enumerate(self._shards) for role in one.state]
             vector = np.concatenate([*pending, np.zeros(0, np.float32)])
         else:
             vector = residuals.total_pending([residuals.checked(read(each), each) for each in range(workers)])
-            if rank:
-                vector = np.zeros_like(vector)
-        self._load(vector)
-
-    def _load(self, vector: np.ndarray) -> None:
         encoded = [one for one in self._shards if not one.vector.exact]
         elements = sum(one.vector.elements for one in encoded)
-        if not vector.any() and vector.size != elements:
-            return
         if vector.size != elements:
-            raise ConfigError(
+            if not vector.any():
+                return
+            raise ConfigError(  # on all workers, also on those that would get none of it
                 f"--exchange: the checkpoint holds a residual that has not been applied yet, of tensors with "
                 f"{vector.size:,} elements; this exchange has shards of tensors with {elements:,}. Resume with the "
                 "previous --exchange, or start in another workdir."
             )
+        if rank and not same:
+            vector = np.zeros_like(vector)
         begin = 0
         for one in encoded:
             part = vector[begin : begin + one.vector.elements].astype(np.float32)
