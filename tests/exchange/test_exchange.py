@@ -75,6 +75,14 @@ def test_before_build_it_says_so():
         Exchange().reduce([tf.zeros(2)])
 
 
+def test_a_gradient_that_is_none_is_named():
+    exchange = Exchange("none")
+    exchange.build([tf.TensorSpec([2]), tf.TensorSpec([3])])
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with pytest.raises(ValueError, match=r"the gradients \[1\] of 2 are None: .*UnconnectedGradients\.ZERO"):
+        strategy.run(lambda: exchange.reduce([tf.ones([2]), None]))
+
+
 def test_an_unknown_spec_is_refused():
     with pytest.raises(ConfigError, match=r"--exchange='nonne'.*none"):
         Exchange("nonne")

@@ -255,7 +255,8 @@ class Exchange:
 
         Raises:
           RuntimeError: Called outside a replica context, or under another strategy than `build` was given.
-          ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
+          ValueError: Another number of gradients than variables given to `build`, or `build` was not called, or a
+            gradient is None.
         """
         replicas = self._replicas()
         prepared = self._as_float32(gradients)

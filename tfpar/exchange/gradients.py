@@ -25,7 +25,17 @@ def as_float32(
 
     Returns:
       Float32 tensors; of `sparse`, rows none of which comes twice.
+
+    Raises:
+      ValueError: One is None.
     """
+    missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+    if missing:
+        raise ValueError(
+            f"the gradients {missing} of {len(gradients)} are None: the loss does not depend on these variables. Leave "
+            "them out, also of build(), or ask for zeros: tape.gradient(..., "
+            "unconnected_gradients=tf.UnconnectedGradients.ZERO)"
+        )
     result: list[Gradient] = []
     for index, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
         if index not in sparse:
