@@ -7,12 +7,14 @@ from tfpar import inputs
 from tfpar.config import ConfigError, FederatedConfig
 from tfpar.optim.yogi import Yogi
 from tfpar.outer.federated import FederatedTrainer, Population, server, trainer
+from tfpar.outer.federated.evaluation import FederatedEvaluator
 from tfpar.outer.federated.sampling import local_order
 from tfpar.outer.federated.step import ClientMemory
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 ROUNDS, CLIENTS, PER_ROUND, BATCH, EPOCHS, RATE = 5, 9, 4, 8, 2, 0.1
 
@@ -98,6 +100,24 @@ def test_any_optimizer_of_keras_serves_on_the_server():
     trainer.fit(x, y)
     steps = [np.abs(np.asarray(new) - old) for new, old in zip(trainer.model.trainable_variables, before, strict=True)]
     assert all(np.allclose(step[step > 0.0], 0.01, atol=1e-6) for step in steps)  # Lion moves by its rate
+
+
+def test_clients_are_evaluated_in_one_graph(monkeypatch):
+    """With and without XLA; one operation after the other takes seconds for some dozens of clients."""
+    eager, sums = [], FederatedEvaluator._batch_sums
+
+    def counted(*arguments):
+        eager.append(tf.executing_eagerly())
+        return sums(*arguments)
+
+    monkeypatch.setattr(FederatedEvaluator, "_batch_sums", counted)
+    x, y = examples()
+    trainer = trainer_of(rounds=1, local_epochs=1)
+    result = trainer.fit(x, y, validation=(x[:50], y[:50]))["eval"]
+    assert eager == [False]
+    parts = Population.of(inputs.as_source(x, y), trainer.config).parts
+    right = trainer.model.predict(x, verbose=0).argmax(axis=1) == y
+    assert result["client_accuracy_mean"] == pytest.approx(np.mean([right[part].mean() for part in parts if len(part)]))
 
 
 @pytest.mark.parametrize(

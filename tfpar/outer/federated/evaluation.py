@@ -11,7 +11,6 @@ from tfpar import inputs
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.outer.federated.population import Population
-from tfpar.parallel.compilation import compiled
 from tfpar.process.activity import activity
 from tfpar.training.evaluation import BatchCalls, Evaluator
 from tfpar.training.program import Program
@@ -41,7 +40,7 @@ class FederatedEvaluator(Evaluator):
         self._population, self._core = population, program.core
         topology = program.topology
         self._agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "evaluate()")
-        self._sums = compiled(self._rows_sums, program.compiles_whole)
+        self._sums = tf.function(self._rows_sums, autograph=False, jit_compile=program.compiles_whole or None)
         self._fetch = tf.function(self._read, autograph=False)
 
     def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
