@@ -118,7 +118,6 @@ REPEATS = {
         "2",
     ),
     "tests/integration/test_sharded.py::test_devices_that_divide_the_state_equal_one": ("lamb-gradients",),
-    "tests/integration/test_sharded.py::test_rows_and_columns_of_adafactor": ("gradients",),
     "tests/integration/test_sharded.py::test_scattered_gradients_of_micro_batches_equal_one_device": (),
     "tests/integration/test_sharded.py::test_three_workers_equal_one_device": (),
     "tests/integration/test_sharded.py::test_weights_that_are_assigned_before_fit_count": (),

@@ -174,14 +174,14 @@ def test_without_xla_the_exchange_overlaps_the_backward_pass(tmp_path):
 
 
 def test_parameter_servers_train_digits(tmp_path):
-    flags = [QUICK, "--strategy=parameter_server", "--epochs=10", f"--workdir={tmp_path}"]
+    flags = [QUICK, "--strategy=parameter_server", "--epochs=5", f"--workdir={tmp_path}"]
     output = succeeded(launch(2, CLASSIFY, *flags, ps=1))
     assert "32 examples per step, each the push of one worker = 64 / 2 workers" in output
     assert "46 steps; remainder=pad: the last 2 share 29 examples" in output
     summary = summary_of(tmp_path)
-    assert summary["eval"]["accuracy"] >= 0.97
+    assert summary["eval"]["accuracy"] >= 0.95
     assert summary["strategy"] == "parameter_server"
-    assert summary["steps"] == 10 * 23 * 2
+    assert summary["steps"] == 5 * 23 * 2
 
 
 def test_another_configuration_in_the_same_workdir_is_refused(quickstart):
