@@ -386,14 +386,16 @@ REPEATS = {
     "tests/training/test_sharded_meshes.py::test_gradients_whose_squares_float32_does_not_hold_are_clipped": (
         "data:2,model:2-{'shard': 'gradients'}",
         "data:2,model:2-{'shard': 'weights'}",
+        "data:2,pipeline:2-{'shard': 'gradients'}",
         "data:2,pipeline:2-{'shard': 'optimizer'}",
     ),
     "tests/training/test_sharded_meshes.py::test_resumed_on_other_devices": (
         "('data:2,model:2', 4, {'shard': 'weights'})",
     ),
     "tests/training/test_sharded_meshes.py::test_resumed_to_the_same_bits": (
-        "{'shard': 'gradients'}",
-        "{'shard': 'optimizer'}",
+        "data:2,model:2-{'shard': 'gradients'}",
+        "data:2,model:2-{'shard': 'optimizer'}",
+        "data:2,pipeline:2-{'shard': 'gradients'}",
     ),
     "tests/training/test_sharded_meshes.py::test_the_weights_of_a_block_are_gathered_together_beside_a_model_axis": (
         "False",

@@ -26,19 +26,27 @@ PIPELINED = ("stages_per_device", "pipeline_schedule")
 
 def test_two_workers_of_two_stages(tmp_path):
     """They equal one device; with int4, each stage's gradients travel from its own device, and the run stays near one
-    device."""
-    cases = {"exchange": "int4:min_elements=64"}, {"shard": "optimizer"}
+    device. Sharded gradients travel after every micro-batch."""
+    cases = {"exchange": "int4:min_elements=64"}, {"shard": "gradients"}
     dense, encoded, sharded = on_workers(2, tmp_path / "out", MESH, *({**MESH, **case} for case in cases))
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
     assert_close(sharded, expected)
+    assert int(sharded["sent"]) == pytest.approx(1.5 * int(dense["sent"]), rel=0.01)  # (A + 1) / 2
+    assert_has_shares_of_sums(sharded, expected)
+
+
+def assert_has_shares_of_sums(found: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> None:
+    """All workers together have the sum of a weight's gradients once."""
+    assert int(found["sums"]) == pytest.approx(4 * sum(value.size for value in weights.values()), rel=0.01)
 
 
 @pytest.mark.proof
-def test_two_workers_of_two_stages_go_on_to_the_same_bits(tmp_path):
-    assert_goes_on_to_the_same_bits(tmp_path, MESH)
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_two_workers_of_two_stages_go_on_to_the_same_bits(tmp_path, shard):
+    assert_goes_on_to_the_same_bits(tmp_path, {**MESH, "shard": shard})
 
 
 @pytest.mark.proof
@@ -132,13 +140,15 @@ def test_four_workers_hold_two_pipelines(tmp_path):
 
 def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
     """With moving averages, which are evaluated; stopped, resumed there, and on one device. Also where the chief's
-    stage has nothing to train, and with batch statistics that the workers with the same stage synchronise."""
-    mesh, common = {"mesh": "data:2,pipeline:2", "shard": "optimizer"}, {"accumulate_steps": 2, "steps": 9}
+    stage has nothing to train, and with batch statistics that the workers with the same stage synchronise. Gradients
+    are sharded in two of the three, of each stage by itself."""
+    mesh, common = {"mesh": "data:2,pipeline:2", "shard": "gradients"}, {"accumulate_steps": 2, "steps": 9}
     options, folder = {**common, "ema": 0.9}, {"workdir": str(tmp_path / "run")}
     last = {**options, "trainable": "/(fourth|last)/"}
     batches = {"model": "synchronised", "accumulate_steps": 2, "steps": 6}
-    cases = [{**options, **folder, "stop_after": 7}, {**options, **folder}, last, batches]
-    _, *found = on_workers(4, tmp_path / "out", *({**mesh, **case} for case in cases))
+    runs = [{**options, **folder, "stop_after": 7}, {**options, **folder}, {**last, "shard": "optimizer"}, batches]
+    _, *found = on_workers(4, tmp_path / "out", *({**mesh, **run} for run in runs))
+    assert_has_shares_of_sums(found[0], alone("dense", **options)[0])
     for each, how in zip(found, (options, last, batches), strict=True):
         weights, results, _ = alone(**{"model": "dense", **how})
         assert_close(each, {**weights, "eval loss": np.array(results["loss"])})
@@ -147,6 +157,7 @@ def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
@@ -156,17 +167,20 @@ def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
     ],
     ids=str,
 )
-def test_shards_beside_pipelines_over_workers(tmp_path, workers, options):
-    """With int4 too; a weight of two stages, stages without anything to train, optimizers that need whole tensors."""
-    sharded = {**options, "shard": "optimizer"}
+def test_shards_beside_pipelines_over_workers(tmp_path, workers, options, shard):
+    """With int4 too; a weight of two stages, stages without anything to train, an example without a gradient in the
+    first stage, optimizers that need whole tensors."""
+    sharded = {**options, "shard": shard}
     assert_two_pipelines(tmp_path, workers=workers, **sharded)
-    cases = [{"model": "large_vocabulary", "clip_norm": 0.05}, {"trainable": "/(fourth|last)/"}]
+    cases = [{"model": "large_vocabulary", "clip_norm": 0.05}, {"trainable": "/(fourth|last)/"}, {"model": "spoiled"}]
     if "model" not in options["mesh"]:
         cases += [{"optimizer": name} for name in ("muon", "lamb")]
+        cases.append({"model": "language_model", "stages_per_device": 2, "pipeline_schedule": "eager_1f1b"})
     common = {"accumulate_steps": 2, "steps": 6}
     results = on_workers(workers, tmp_path / "more", *({**sharded, **common, **case} for case in cases))
     for found, case in zip(results, cases, strict=True):
-        assert_close(found, alone(**{"model": "dense", **common, **case})[0])
+        own = {name: value for name, value in case.items() if name not in PIPELINED}
+        assert_close(found, alone(**{"model": "dense", **common, **own})[0])
 
 
 @pytest.mark.proof
@@ -198,9 +212,11 @@ def test_the_stages_that_have_a_layer_round_it_alike(tmp_path):
     """`on_workers` compares their copies, also with the stochastic rounding of a codec."""
     options = {"mesh": "data:2,pipeline:2", "accumulate_steps": 2, "model": "shared_layer", "steps": 6}
     codec = {"exchange": "int8:rounding=stochastic,min_elements=64", "shard": "optimizer"}
-    dense, encoded = on_workers(4, tmp_path / "out", options, {**options, **codec})
-    assert any(name.startswith("own shared") for name in encoded)
-    assert_near(encoded, {name: value for name, value in dense.items() if name.startswith("own shared")})
+    scattering = {**codec, "shard": "gradients"}
+    dense, *encoded = on_workers(4, tmp_path / "out", options, {**options, **codec}, {**options, **scattering})
+    for found in encoded:
+        assert any(name.startswith("own shared") for name in found)
+        assert_near(found, {name: value for name, value in dense.items() if name.startswith("own shared")})
 
 
 def test_two_workers_divide_the_layers_of_their_stages(tmp_path):

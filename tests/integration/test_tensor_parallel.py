@@ -23,7 +23,7 @@ MESH = {"mesh": "data:2,model:2", "devices": 2}
 
 
 def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list[dict[str, np.ndarray]]:
-    """What each case leaves, the same on all workers, and the bytes of the messages of all."""
+    """What each case leaves, the same on all workers, and the bytes of the messages and of the sums of all."""
     folder.mkdir()
     result = launch(count, "-m", "tests.integration.scripts.divided", str(folder), json.dumps(cases), timeout=600.0)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -33,7 +33,8 @@ def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list
         assert int(first["skipped"]) == 0  # each example was counted once
         for other in others:
             assert other.pop("sent") >= 0  # stages differ in it
-            first["messages"] += other.pop("messages")
+            for added in ("messages", "sums"):
+                first[added] += other.pop(added)
             for name, value in other.items():
                 if name.startswith("own "):  # of a weight that not all workers have
                     first.setdefault(name, value)

@@ -24,6 +24,7 @@ MODEL_SHARDS, PIPELINE_SHARDS = (
     {"mesh": f"data:2,{axis}:2", "devices": 4, "shard": "optimizer"} for axis in ("model", "pipeline")
 )
 MODEL_GRADIENTS, MODEL_WEIGHTS = ({**MODEL_SHARDS, "shard": kind} for kind in ("gradients", "weights"))
+PIPELINE_GRADIENTS = {**PIPELINE_SHARDS, "shard": "gradients"}
 EMA, HALF = {"ema": 0.9}, {"precision": "mixed_float16", "model": "half"}
 LORA, FROZEN = {"lora": "2:third|fourth"}, {"trainable": "second|third"}
 MUON, LAMB, LARS, ADAFACTOR = ({"optimizer": name} for name in ("muon", "lamb", "lars", "adafactor"))
@@ -52,16 +53,18 @@ def checked(places: dict[str, Any], **options: Any) -> ExperimentConfig:
 WORKS = [
     *((places, EMA) for places in (MODEL, TWO, OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, HALF) for places in (MODEL, PIPELINE, OPTIMIZER, WEIGHTS, MODEL_SHARDS, PIPELINE_SHARDS)),
-    *((places, HALF) for places in (MODEL_GRADIENTS, MODEL_WEIGHTS)),
+    *((places, HALF) for places in (MODEL_GRADIENTS, MODEL_WEIGHTS, PIPELINE_GRADIENTS)),
     *((places, FROZEN) for places in (MODEL, PIPELINE, OPTIMIZER, GRADIENTS, WEIGHTS, MODEL_SHARDS, PIPELINE_SHARDS)),
-    *((places, FROZEN) for places in (MODEL_GRADIENTS, MODEL_WEIGHTS)),
+    *((places, FROZEN) for places in (MODEL_GRADIENTS, MODEL_WEIGHTS, PIPELINE_GRADIENTS)),
     *((places, LORA) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, PIPELINE, PIPELINES)),
-    *((places, LORA) for places in (MODEL_SHARDS, PIPELINE_SHARDS, MODEL_GRADIENTS, WEIGHTS, MODEL_WEIGHTS)),
+    *((places, LORA) for places in (MODEL_SHARDS, PIPELINE_SHARDS, MODEL_GRADIENTS, PIPELINE_GRADIENTS)),
+    *((places, LORA) for places in (WEIGHTS, MODEL_WEIGHTS)),
     *((places, each) for places in (OPTIMIZER, GRADIENTS, PIPELINE) for each in (MUON, LAMB, ADAFACTOR)),
+    *((PIPELINE_GRADIENTS, each) for each in (MUON, ADAFACTOR, EMA)),
     *((places, each) for places in (MODEL, MODELS, BOTH) for each in (MUON, LAMB, LARS)),
     *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, MODEL_SHARDS)),
-    *((places, {"model": "synchronised"}) for places in (PIPELINES, PIPELINE_SHARDS)),
-    *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER)),
+    *((places, {"model": "synchronised"}) for places in (PIPELINES, PIPELINE_SHARDS, PIPELINE_GRADIENTS)),
+    *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER, PIPELINE_GRADIENTS)),
 ]
 WHOLE = "needs whole tensors"
 REFUSED = [
@@ -71,7 +74,7 @@ REFUSED = [
     *((places, {"model": "synchronised"}, "synchronises batch") for places in (WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),
     *((places, {"jit_compile": "true"}, "--jit_compile=true: --shard=") for places in (GRADIENTS, WEIGHTS)),
-    *((PIPELINES, each, "--shard=.* does not work yet with --mesh=") for each in (GRADIENTS, WEIGHTS)),
+    (PIPELINES, WEIGHTS, "--shard=weights does not work with --mesh="),
 ]
 
 

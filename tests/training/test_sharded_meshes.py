@@ -17,7 +17,9 @@ from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_as_alone
 from tfpar.parallel import weight_shards
 from tfpar.parallel.division import Shards
+from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import shape_of, split_of
+from tfpar.training.sharding.pipeline_step import PipelineScatteringStep
 
 import keras
 import numpy as np
@@ -88,6 +90,57 @@ def test_gradients_and_weights_equal_one_device(model, options):
     trainer = on("data:2,model:2", 4, model=model, **options)
     same = ("accumulate_steps", "ema", "optimizer", "steps")
     assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("dense", {"accumulate_steps": 4, "ema": 0.9}),
+        ("spoiled", TWICE),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in [
+                ("dense", {}),
+                ("dense", {**TWICE, "optimizer": "lamb", "jit_compile": "true"}),
+                ("constrained", {**TWICE, "optimizer": "adamw", "learning_rate": 0.01, "steps": 8}),
+                ("language_model", {"accumulate_steps": 4, "stages_per_device": 2}),
+                ("language_model", {**TWICE, "pipeline_schedule": "gpipe", "recompute": "blocks"}),
+                ("gpt2", TWICE),
+                ("branches", {"accumulate_steps": 3}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_of_stages_equal_one_device(model, options):
+    """Also of a table that two stages have, of weights that every replica updates as a whole, and where all stages
+    skip a step because the gradients of one are not finite."""
+    trainer = on("data:2,pipeline:2", 4, model=model, **GRADIENTS, **options)
+    same = ("accumulate_steps", "ema", "optimizer", "steps", "learning_rate")
+    assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name in same})
+    assert bool(trainer.results["skipped_steps"]) == (model == "spoiled")
+
+
+def test_the_sums_of_stages_are_on_the_first_replica_alone(monkeypatch):
+    """Of each stage, on its device; a worker has them once, whichever of its replicas updates the weights."""
+    summed: list[dict[str, int]] = []
+    ends = PipelineScatteringStep._ends_micro_batch
+
+    def counted(step: Any, tensors: Any) -> None:
+        sizes: dict[str, int] = {}
+        for each in tensors:
+            sizes[each.device[-1]] = sizes.get(each.device[-1], 0) + math.prod(each.shape)
+        summed.append({device: size for device, size in sizes.items() if size})
+        ends(step, tensors)
+
+    monkeypatch.setattr(PipelineScatteringStep, "_ends_micro_batch", counted)
+    trainer = on("data:2,pipeline:2", 4, steps=1, **GRADIENTS, **TWICE)
+    weights = trainer.model.trainable_variables
+    of_stage = [sum(math.prod(each.shape) for each in weights if place_of(each) == stage) for stage in range(2)]
+    first, *_ = found = [each for each in summed if each]
+    assert len(found) == 2 == len(summed) - len(found)  # two micro-batches of two replicas
+    for size, expected in zip(first.values(), of_stage, strict=True):
+        assert 0 <= size - expected <= 2 * 2  # two vectors, each with an even number of elements
 
 
 def test_each_device_has_shards_of_its_parts():
@@ -227,7 +280,13 @@ def test_each_device_has_the_state_of_its_share():
         ("data:2,model:2", 4, WEIGHTS),
         *(
             pytest.param(case, marks=pytest.mark.proof)
-            for case in [("data:2,model:2", 4, GRADIENTS), ("", 3, SHARD), ("", 3, WEIGHTS), ("model:2", 2, {})]
+            for case in [
+                ("data:2,model:2", 4, GRADIENTS),
+                ("data:2,pipeline:2", 4, GRADIENTS),
+                ("", 3, SHARD),
+                ("", 3, WEIGHTS),
+                ("model:2", 2, {}),
+            ]
         ),
     ],
     ids=str,
@@ -239,7 +298,7 @@ def test_resumed_on_other_devices(first, tmp_path):
     on(mesh, devices, stop_after=4, **shard, **options)
     others = [
         ("data:2,model:2", 4, SHARD),
-        ("data:2,pipeline:2", 4, SHARD),
+        ("data:2,pipeline:2", 4, GRADIENTS),
         ("data:2,model:2", 4, WEIGHTS),
         ("", 3, WEIGHTS),
         ("data:2,model:2", 4, {}),
@@ -262,12 +321,16 @@ def averages_of_alone() -> list[np.ndarray]:
     return [each.numpy() for each in divided.here(steps=12, ema=0.9).program.eval_weights()]
 
 
-@pytest.mark.parametrize("shard", [SHARD, GRADIENTS, WEIGHTS], ids=str)
-def test_resumed_to_the_same_bits(shard, tmp_path):
-    once = divided.weights_of(on("data:2,model:2", 4, steps=9, **shard, **TWICE))
+@pytest.mark.parametrize(
+    ("mesh", "shard"),
+    [*(("data:2,model:2", shard) for shard in (SHARD, GRADIENTS, WEIGHTS)), ("data:2,pipeline:2", GRADIENTS)],
+    ids=str,
+)
+def test_resumed_to_the_same_bits(mesh, shard, tmp_path):
+    once = divided.weights_of(on(mesh, 4, steps=9, **shard, **TWICE))
     saved = {**shard, **TWICE, "steps": 9, "workdir": str(tmp_path / "run")}
-    on("data:2,model:2", 4, stop_after=4, **saved)
-    for name, value in divided.weights_of(on("data:2,model:2", 4, **saved)).items():
+    on(mesh, 4, stop_after=4, **saved)
+    for name, value in divided.weights_of(on(mesh, 4, **saved)).items():
         np.testing.assert_array_equal(value, once[name], err_msg=name)
 
 
@@ -288,6 +351,7 @@ def test_weights_with_constraints_are_resumed_on_one_device(tmp_path):
         ("data:2,model:2", SHARD),
         ("data:2,pipeline:2", SHARD),
         ("data:2,model:2", GRADIENTS),
+        ("data:2,pipeline:2", GRADIENTS),
         ("data:2,model:2", WEIGHTS),
     ],
     ids=str,

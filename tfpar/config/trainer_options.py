@@ -270,11 +270,11 @@ class TrainerOptions(TypedDict, total=False):
 
     shard: Literal["none", "optimizer", "gradients", "weights"]
     """State that replicas divide among themselves, instead of a full copy on each: none; optimizer, the optimizer
-    state; gradients, the optimizer state and the sums of gradients; weights, all three. With optimizer and gradients, a
-    replica updates its share of the weights and receives the other new weights, for the same bytes on the network; a
-    codec then encodes changes of weights instead of sums of gradients. With gradients and weights, the gradients of
-    each micro-batch of --accumulate_steps are sent separately. With weights, both passes gather the weights of each
-    block, and the backward pass recomputes the block as with --recompute=blocks."""
+    state; gradients, the optimizer state and the sums of gradients; weights, all three, not beside a pipeline. With
+    optimizer and gradients, a replica updates its share of the weights and receives the other new weights, for the same
+    bytes on the network; a codec then encodes changes of weights instead of sums of gradients. With gradients and
+    weights, the gradients of each micro-batch of --accumulate_steps are sent separately. With weights, both passes
+    gather the weights of each block, and the backward pass recomputes the block as with --recompute=blocks."""
 
     offload: Literal["none", "optimizer"]
     """State that is kept in the memory of the host: none; optimizer, the optimizer state. For the optimizer step, the

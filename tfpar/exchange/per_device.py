@@ -47,6 +47,7 @@ class DevicesOfReplica(NamedTuple):
         are not in `programs` have copies of what the first program exchanges, and nothing else.
       shards: For each place, which worker updates which weights, numbered within the place; empty if each updates all.
       micro_batches: Micro-batches of a step whose gradients are sent to the owners separately; 0: whole steps are.
+      held_elsewhere: Places whose variables other workers of the replica have, too.
     """
 
     indices: Sequence[Sequence[int]]
@@ -58,6 +59,7 @@ class DevicesOfReplica(NamedTuple):
     per_replica: int = 0
     shards: Sequence[Sequence[ShardedVector]] = ()
     micro_batches: int = 0
+    held_elsewhere: Sequence[int] = ()
 
     @property
     def place_names(self) -> list[str]:
@@ -148,7 +150,9 @@ class PlacesReducer(Reducer):
         shapes: Sequence[tf.TensorShape],
     ) -> None:
         self.names = replica.place_names
-        self.digests = [digest_of([(index, shapes[index].as_list()) for index in own]) for own in replica.indices]
+        exchanged = [[(index, shapes[index].as_list()) for index in own] for own in replica.indices]
+        apart = replica.held_elsewhere if replica.micro_batches else ()  # each holder has a residual of its own
+        self.digests = [digest_of((what, "apart") if place in apart else what) for place, what in enumerate(exchanged)]
         self._reducers: Sequence[Reducer] = list(reducers)
         self._indices = [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
@@ -327,9 +331,9 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
     known = {name: first.get(f"{name}/{_PARTS}") for name in digests}  # older checkpoints have none
     if any(digest is not None and int(digest) != digests[name] for name, digest in known.items()):
         raise ConfigError(
-            "--mesh: the devices of the saved run had other layers or other parts of them (another --mesh, --stages or "
-            "layout), and its residuals belong to those. Resume with the previous ones, or start in another --workdir "
-            "with --warm_start."
+            "--mesh: the devices of the saved run had other layers or other parts of them (another --mesh, --stages, "
+            "--shard or layout), and its residuals belong to those. Resume with the previous ones, or start in another "
+            "--workdir with --warm_start."
         )
 
 

@@ -120,10 +120,10 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
                 )
     elif strategy.stages:
         parse_beginnings(strategy.stages, mesh.pipeline * strategy.stages_per_device)
-    if train.shard not in ("none", "optimizer") and mesh.pipeline > 1:
+    if train.shard == "weights" and mesh.pipeline > 1:
         raise ConfigError(
-            f"--shard={train.shard} does not work yet with --mesh={strategy.mesh}, which has a pipeline. Use "
-            "--shard=optimizer, or leave one of them out."
+            f"--shard=weights does not work with --mesh={strategy.mesh}, which has a pipeline: each micro-batch would "
+            "gather the weights of a stage again. Use --shard=gradients, or leave one of them out."
         )
     if exchange.exchange_retune_every and mesh.devices_of_replica > 1:
         raise ConfigError(

@@ -5,9 +5,9 @@ python -m tests.integration.scripts.divided OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, with the name of a model of `MODELS`, each of which is trained in
 turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, whether XLA compiled the optimizer step, the
-bytes sent per step, the bytes of all messages that were traced, the loss of the evaluation and the examples that it
-left out, with `predicts` the predictions for the first examples, and this worker's own copies of weights that other
-workers of its pipeline have too.
+bytes sent per step, the bytes of all messages that were traced, the bytes of the sums of gradients that a pipeline
+keeps in shards, the loss of the evaluation and the examples that it left out, with `predicts` the predictions for the
+first examples, and this worker's own copies of weights that other workers of its pipeline have too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tfpar.parallel import split, strategies
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import whole
 from tfpar.parallel.topology import choose_topology
+from tfpar.training.sharding.pipeline_step import PipelineScatteringStep
 
 import keras
 import numpy as np
@@ -241,6 +242,14 @@ def shared_statistics() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3)(shared(x)))
 
 
+def spoiled() -> keras.Model:
+    """Layers of which the first alone has no finite gradient of one of the examples, while the loss is finite."""
+    inputs = keras.Input((12,))
+    x = sharded.Spoiled(dtype="float32")([keras.layers.Dense(64, "tanh")(inputs), inputs])
+    x = keras.layers.Dense(64, "tanh")(keras.layers.Dense(64, "tanh")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(48, "tanh")(x)))
+
+
 MODELS = {
     "dense": dense,
     "shared_statistics": shared_statistics,
@@ -265,6 +274,7 @@ MODELS = {
     "branches": branches,
     "ignoring": branches,
     "own_mask": own_mask,
+    "spoiled": spoiled,
 }
 IMAGES = ("vit", "resnet", "synchronised_resnet")
 
@@ -286,6 +296,8 @@ def data(model: str) -> tuple[Any, Any]:
     if model == "own_mask":
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS)).astype(np.int32)
         return tokens, {"kind": tokens, "size": tokens[..., None].astype(np.float32)}
+    if model == "spoiled":
+        x[40] = 1e7
     if model in ("branches", "ignoring"):
         return {"first": x, "second": x[::-1].copy()}, {"kind": kinds, "size": x[:, :1]}
     return x, kinds
@@ -371,6 +383,14 @@ def main(output: str, cases: str) -> None:
         messages.append((value.shape.num_elements() or 0) * value.dtype.size)  # rows of tables have no static number
         return send(channel, value, instance)
 
+    sums: list[int] = []
+    ends = PipelineScatteringStep._ends_micro_batch
+
+    def kept(step: PipelineScatteringStep, summed: list[tf.Tensor]) -> None:
+        sums[:] = [4 * (value.shape.num_elements() or 0) for value in summed]
+        ends(step, summed)
+
+    PipelineScatteringStep._ends_micro_batch = kept  # type: ignore[method-assign]
     Channel.send = counted  # type: ignore[method-assign]
     split._BLOCK_BYTES = 1 << 10  # of whole weights that are read: several blocks each
     for number, options in enumerate(json.loads(cases)):
@@ -381,7 +401,7 @@ def main(output: str, cases: str) -> None:
         runtime = trainer.runtime
         results = trainer.results
         facts = {"params_sha256": results["params_sha256"], "sent": results["exchange"]["wire_bytes_per_step"]}
-        facts |= {"messages": sum(messages), "compiles_update": trainer.program.compiles_update}
+        facts |= {"messages": sum(messages), "sums": sum(sums), "compiles_update": trainer.program.compiles_update}
         facts |= {"skipped": results["skipped_validation_examples"], "eval loss": results["eval"]["loss"]}
         if predicts:
             facts["predictions"] = trainer.predict(first_of(data(model)[0], PREDICTED))

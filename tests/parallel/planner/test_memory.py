@@ -36,6 +36,11 @@ def test_memory_on_one_device():
         (plan(data=2, shard="optimizer"), {"weights": 32, "state": 32 + 16, "activations": 640}),
         (plan(data=2, shard="gradients"), {"gradients": 16, "state": 32 + 16}),
         (plan(data=2, shard="weights"), {"weights": 16, "gradients": 16, "state": 32}),
+        # A stage has all gradients of a micro-batch, and the sums of its shards.
+        *(
+            (plan(data=2, pipeline=2, shard="gradients", micro_batches=each), {"gradients": 16, "accumulated": 8})
+            for each in (1, 8)
+        ),
         (plan(recompute="blocks"), {"activations": 16 * (8 * 1 + 10)}),
     ],
 )
@@ -82,6 +87,13 @@ def test_only_the_sums_of_micro_batches_are_left_for_the_update():
     assert memory.size == memory.lasting + memory.gradients + memory.update
 
 
+def test_an_update_has_the_sums_of_shards():
+    asked = question(on(4), compiles_update=False, state_per_weight=80)
+    memory = predict_plan(asked, plan(data=2, pipeline=2, shard="gradients", micro_batches=8)).memory
+    assert memory.update > memory.accumulated + memory.activations
+    assert memory.parts["gradients"] == memory.accumulated == memory.gradients // 2
+
+
 def test_only_compiled_passes_keep_fewer_activations():
     asked = question(on(2, fused=0.5))
     sizes = [
@@ -91,6 +103,8 @@ def test_only_compiled_passes_keep_fewer_activations():
     assert sizes == [320 * MB, 320 * MB, 640 * MB, 648 * MB]
     stages = question(on(2, fused_in_stages=0.25))
     assert predict_plan(stages, plan(pipeline=2)).memory.activations == 640 * MB // 4
+    four, sharded = question(on(4, fused_in_stages=0.25)), plan(data=2, pipeline=2, shard="gradients")
+    assert predict_plan(four, sharded).memory.activations == 320 * MB // 4
     assert predict_plan(question(on(2), compiled=False), plan(pipeline=2)).memory.activations == 640 * MB
     recomputed = plan(pipeline=2, recompute="blocks")
     whole = question(on(2, fused_in_stages=1.0))

@@ -98,11 +98,11 @@ class TrainConfig(ConfigBase):
     shard: str = option(
         "none",
         "State that replicas divide among themselves, instead of a full copy on each: none; optimizer, the optimizer "
-        "state; gradients, the optimizer state and the sums of gradients; weights, all three. With optimizer and "
-        "gradients, a replica updates its share of the weights and receives the other new weights, for the same bytes "
-        "on the network; a codec then encodes changes of weights instead of sums of gradients. With gradients and "
-        "weights, the gradients of each micro-batch of --accumulate_steps are sent separately. With weights, both "
-        "passes gather the weights of each block, and the backward pass recomputes the block as with "
+        "state; gradients, the optimizer state and the sums of gradients; weights, all three, not beside a pipeline. "
+        "With optimizer and gradients, a replica updates its share of the weights and receives the other new weights, "
+        "for the same bytes on the network; a codec then encodes changes of weights instead of sums of gradients. With "
+        "gradients and weights, the gradients of each micro-batch of --accumulate_steps are sent separately. With "
+        "weights, both passes gather the weights of each block, and the backward pass recomputes the block as with "
         "--recompute=blocks.",
         choices=("none", "optimizer", "gradients", "weights"),
         may_change_on_resume=True,

@@ -48,6 +48,18 @@ class Scattered(NamedTuple):
     finite: tf.Tensor
 
 
+class Sent(NamedTuple):
+    """What `scatter` returned for the micro-batch before, for all replicas of this worker.
+
+    Attributes:
+      shards: See `Scattered`.
+      residuals: See there.
+    """
+
+    shards: Any
+    residuals: Any
+
+
 class UpdateInputs(NamedTuple):
     """The arguments of `update_shards` besides the gradients, those of all replicas of this worker.
 
@@ -91,12 +103,12 @@ class OwnersReducer(Reducer):
           number: Of the micro-batch, from 0.
         """
 
-        def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
-            return self._merged_scatter(strategy, gradients, residuals if before else None, number)
+        def merged(strategy: tf.distribute.Strategy, gradients: Any, shards: Any, residuals: Any) -> Any:
+            return self._merged_scatter(strategy, gradients, Sent(shards, residuals) if before else None, number)
 
-        finite = tfpar_ops.norm_squared(gradients)[1] & (before.finite if before else True)
-        residuals = before.residuals if before else []
-        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
+        finite = self._are_finite(gradients) & (before.finite if before else True)
+        earlier = (before.shards, before.residuals) if before else ([], [])
+        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), *earlier))
         return Scattered(list(shards), [gradients[index] for index in self._without_owner], list(residuals), finite)
 
     def update_shards(
@@ -138,6 +150,10 @@ class OwnersReducer(Reducer):
         given = gradients if isinstance(gradients, Scattered) else list(gradients)
         return replica_context().merge_call(merged, args=(given, sidecar, list(weights), wanted, list(arguments)))
 
+    def _are_finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Whether all gradients of a replica are finite: bool scalar."""
+        return tfpar_ops.norm_squared(gradients)[1]
+
     @property
     @abc.abstractmethod
     def _without_owner(self) -> list[int]:
@@ -145,7 +161,7 @@ class OwnersReducer(Reducer):
 
     @abc.abstractmethod
     def _merged_scatter(
-        self, strategy: tf.distribute.Strategy, gradients: Any, residuals: Any | None, number: int
+        self, strategy: tf.distribute.Strategy, gradients: Any, before: Sent | None, number: int
     ) -> Any:
         """`scatter` for all replicas of this worker together; returns the shards and the residuals."""
 

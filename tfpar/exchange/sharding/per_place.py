@@ -11,11 +11,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import tfpar_ops
 from tfpar.collectives.group import Group
 from tfpar.exchange.per_device import DevicesOfReplica, PlacesReducer, groups_of_places, per_device_reducer
 from tfpar.exchange.registry import Spec
-from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, UpdateInputs
+from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Sent, Update, UpdateInputs
 from tfpar.exchange.sharding.reducer import ShardedReducer
+from tfpar.parallel.pipeline.devices import beside, by_device, call_beside
 
 import tensorflow as tf
 
@@ -51,21 +53,34 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
     def _without_owner(self) -> list[int]:
         return [index for place in range(self.devices) for index in self._whole(place)]
 
+    def _are_finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        """See `OwnersReducer`. Gradients stay on their devices."""
+        found = []
+        for own in by_device(gradients):
+            with beside(own[0]):
+                found.append(tfpar_ops.norm_squared(own)[1])
+        return tf.reduce_all(tf.stack(found))
+
     def _merged_scatter(
-        self, strategy: tf.distribute.Strategy, gradients: Any, residuals: Any | None, number: int
+        self, strategy: tf.distribute.Strategy, gradients: Any, before: Sent | None, number: int
     ) -> Any:
-        """See `OwnersReducer`. A program has the shards and residuals of its places; because all must have as many,
-        empty tensors follow."""
+        """See `OwnersReducer`. A program of the first replica has the shards and residuals of its places; because all
+        must have as many, empty tensors follow."""
         shards: list[list[tf.Tensor]] = []
         left: list[list[tf.Tensor]] = []
-        given = [None] * self.devices if residuals is None else self._taken(strategy, residuals, self._residuals)
-        for place, (reducer, known) in enumerate(zip(self._reducers, given, strict=True)):
+        known: list[tuple[list[tf.Tensor], ...]] = [()] * self.devices
+        if before:
+            earlier = zip(before, ([reducer.vectors for reducer in self._reducers], self._residuals), strict=True)
+            known = list(zip(*(self._taken(strategy, *each) for each in earlier), strict=True))
+        for place, reducer in enumerate(self._reducers):
             with tf.device(self._devices[place]):
                 sums = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
-                for found, values in zip((shards, left), reducer.scattered_aside(sums, known, number), strict=True):
+                for found, values in zip(
+                    (shards, left), reducer.scattered_aside(sums, number, *known[place]), strict=True
+                ):
                     found.append(values)
         packed = zip(self._packed(shards), self._packed(left), strict=True)
-        return self._dealt_out(strategy, list(packed))
+        return self._for_first(strategy, list(packed))
 
     def _merged_update(self, strategy: tf.distribute.Strategy, gradients: Any, inputs: UpdateInputs) -> Any:
         """See `OwnersReducer`. The devices of a replica have the same sidecar, so that the first place decides for all
@@ -110,6 +125,18 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
             found.append((functools.partial(reducer.known, shards[place], residuals[place]), small))
         return found
 
+    def _for_first(self, strategy: tf.distribute.Strategy, by_program: Sequence[Any]) -> Any:
+        """Results for the programs of this worker's first replica, in which it keeps its sums. Those of the others get
+        empty tensors, which exist once the results do."""
+        programs = len(strategy.extended.worker_devices)
+        empty = tf.nest.map_structure(_nothing_of, list(by_program))
+
+        def of_program(context: tf.distribute.distribution.ValueContext) -> Any:
+            number = context.replica_id_in_sync_group % programs
+            return (by_program if number < self._per_replica else empty)[number % self._per_replica]
+
+        return strategy.experimental_distribute_values_from_function(of_program)
+
     def _whole(self, place: int) -> list[int]:
         """Indices of the tensors without an owner at a place, among all."""
         return [self._indices[place][index] for index in self._reducers[place].whole]
@@ -142,6 +169,10 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
     def _first(self, strategy: tf.distribute.Strategy, value: Any, place: int) -> tf.Tensor:
         """The value of a place in this worker's first replica."""
         return strategy.experimental_local_results(value)[self._programs[place]]
+
+
+def _nothing_of(value: tf.Tensor) -> tf.Tensor:
+    return call_beside(lambda tensor: tf.reshape(tensor, [-1])[:0], value)
 
 
 def _applied(

@@ -26,7 +26,7 @@ from tfpar.exchange.reducer import Traffic, dense_traffic, sum_local
 from tfpar.exchange.registry import Spec
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.sharding.codecs import sharded_codec
-from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Update, UpdateInputs
+from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Sent, Update, UpdateInputs
 from tfpar.exchange.sharding.phases import ShardPhases
 from tfpar.exchange.sharding.shards import ShardedVector
 
@@ -104,30 +104,41 @@ class ShardedReducer(OwnersReducer):
         return self.whole
 
     def _merged_scatter(
-        self, strategy: tf.distribute.Strategy, gradients: Any, residuals: Any | None, number: int
+        self, strategy: tf.distribute.Strategy, gradients: Any, before: Sent | None, number: int
     ) -> Any:
         with tf.device(self._device):
             summed = [sum_local(strategy, gradient) for gradient in gradients]
-            known = None if residuals is None else [_first(strategy, each) for each in residuals]
-            return self.scattered_aside(summed, known, number)
+            if before is None:
+                return self.scattered_aside(summed, number)
+            shards, residuals = ([_first(strategy, each) for each in part] for part in before)
+            return self.scattered_aside(summed, number, shards, residuals)
 
     def scattered_aside(
-        self, sums: Sequence[tf.Tensor], residuals: Sequence[tf.Tensor] | None, number: int
+        self,
+        sums: Sequence[tf.Tensor],
+        number: int,
+        shards: Sequence[tf.Tensor] = (),
+        residuals: Sequence[tf.Tensor] | None = None,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """`scattered` for a micro-batch, without a change of the residuals.
 
         Args:
           sums: This worker's gradients.
-          residuals: From the micro-batch before; None for the first.
           number: Of the micro-batch, from 0.
+          shards: From the micro-batch before; none for the first.
+          residuals: From the micro-batch before; None for the first.
 
         Returns:
           The sums of this worker's shards; the new residuals, for `keep`.
         """
         step = local_copy(self._step).read_value() * self._micro_batches + number
         known = self.residuals() if residuals is None else residuals
+        found = []
         # The last layers first, as the backward pass finishes them: on GPUs calls start in this order.
-        found = [one.scatter_aside(sums, own, step) for one, own in reversed(self._by_vector(known))]
+        for place, (one, own) in reversed([*enumerate(self._by_vector(known))]):
+            # Two calls with the same keys must not run at the same time, and a pipeline works on several micro-batches.
+            with tf.control_dependencies(shards[place : place + 1]):
+                found.append(one.scatter_aside(sums, own, step))
         found.reverse()
         return [shard for shard, _ in found], [each for _, residual in found for each in residual]
 

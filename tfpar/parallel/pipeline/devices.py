@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tfpar.parallel.replica import static_replica_id
@@ -150,6 +150,14 @@ def beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Returns a context that places operations on the device of a graph tensor; does nothing for eager tensors."""
     device = tensor.device if tf.is_symbolic_tensor(tensor) else ""
     return tf.device(device) if device else contextlib.nullcontext()
+
+
+def by_device(tensors: Iterable[tf.Tensor]) -> list[list[tf.Tensor]]:
+    """Returns the tensors of each device together; see `beside`."""
+    found: dict[str, list[tf.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return [*found.values()]
 
 
 def call_beside(function: Callable[..., tf.Tensor], tensor: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:

@@ -2,11 +2,12 @@
 
 A device holds its weights; their gradients; with micro-batches, the accumulated gradients; the optimizer state (an
 owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
-arXiv:1910.02054); and the residuals of a lossy exchange. The backward pass reads activations: those of a micro-batch,
-times the number of micro-batches in flight on a stage of a pipeline. The optimizer's update needs no activations, but
-the weights before a step whose change is reported, from which its norm is computed, or all new weights if they
-come from the owners of shards. As an XLA program it changes variables in place; op by op it has new values and
-intermediate results of a group of weights (`pure_apply`).
+arXiv:1910.02054); and the residuals of a lossy exchange. With sharded gradients, a stage of a pipeline has all
+gradients of a micro-batch beside the sums of its shards; without a pipeline, gradients leave one by one. The backward
+pass reads activations: those of a micro-batch, times the number of micro-batches in flight on a stage of a pipeline.
+The optimizer's update needs no activations, but the weights before a step whose change is reported, from which its norm
+is computed, or all new weights if they come from the owners of shards. As an XLA program it changes variables in place;
+op by op it has new values and intermediate results of a group of weights (`pure_apply`).
 
 XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps, and the
 backward pass of a stage computes again what is cheap to compute, so that the fraction is `Machine.fused_in_stages`.
@@ -93,11 +94,13 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, wo
         state = (state + (trained if plan.shard != "weights" else 0)) // replicas
     if plan.shard == "weights":
         size //= replicas  # frozen weights as well
-    gradients = trained // replicas if plan.shard in ("gradients", "weights") else trained
+    sums = trained // replicas if plan.shard in ("gradients", "weights") else trained
+    # A stage returns the gradients of a micro-batch at once.
+    in_stages = plan.mesh.pipeline > 1 and plan.shard == "gradients"
     return {
         "weights": size,
-        "gradients": gradients,
-        "accumulated": gradients if plan.micro_batches > 1 else 0,
+        "gradients": trained if in_stages else sums,
+        "accumulated": sums if plan.micro_batches > 1 or in_stages else 0,
         "state": state,
         "residuals": trained + trained // workers if workers > 1 else 0,
     }

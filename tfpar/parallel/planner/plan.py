@@ -34,10 +34,13 @@ class Plan:
 
     @property
     def way(self) -> str:
-        """How passes run if XLA compiles them where it can: not where devices communicate in them."""
-        if self.mesh.model > 1 or self.shard not in ("none", "optimizer"):
+        """How passes run if XLA compiles them where it can: not where devices communicate in them, or where gradients
+        leave one by one."""
+        if self.mesh.model > 1 or self.shard == "weights":
             return OPS
-        return STAGES if self.mesh.pipeline > 1 else PROGRAM
+        if self.mesh.pipeline > 1:
+            return STAGES
+        return OPS if self.shard == "gradients" else PROGRAM
 
     def options(self) -> dict[str, Any]:
         """Returns the options that make a run follow the plan, by flag name."""
@@ -89,7 +92,7 @@ class Memory:
     Attributes:
       weights: All variables of the model.
       gradients: Gradients of a micro-batch.
-      accumulated: Gradients accumulated over several micro-batches.
+      accumulated: Gradients accumulated over several micro-batches, or sums of shards beside whole gradients.
       state: The optimizer's state, and the owner's exact copy of the weights in its shard.
       residuals: Residuals of a lossy exchange.
       activations: Activations that the backward pass reads, and whole weights that it gathers.
@@ -126,7 +129,7 @@ class Memory:
             return parts
         if self.accumulated + self.activations >= self.update:
             return {**parts, "update": 0}
-        return {**parts, "accumulated": 0, "activations": 0}  # `gradients` has the size of the accumulated ones
+        return {**parts, "gradients": self.accumulated or self.gradients, "accumulated": 0, "activations": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

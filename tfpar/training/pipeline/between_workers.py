@@ -146,11 +146,13 @@ class _Pass:
       starts: An operation that all of the pass wait for.
       listens: An operation that the receives of the pass wait for, if messages take no thread.
       results: Operations that end the pass.
+      left: Operations that only the next backward pass waits for.
     """
 
     starts: tf.Operation
     listens: tf.Operation
     results: list[tf.Operation] = dataclasses.field(default_factory=list)
+    left: list[tf.Operation] = dataclasses.field(default_factory=list)
 
 
 class Messages:
@@ -209,6 +211,14 @@ class Messages:
         """Records an operation without which a pass is not over; arguments as of `in_pass`."""
         self._pass(kind, stage).results.append(done)
 
+    def leaves(self, kind: str, stage: Stage, done: tf.Operation) -> None:
+        """Records an operation that waits for other replicas; arguments as of `ends`. If messages take no thread, the
+        next forward pass runs meanwhile; the next backward pass waits, so that gradients do not pile up."""
+        one = self._pass(kind, stage)
+        neighbour = (self.worker.rank + 1) % self.worker.peers.size
+        apart = self.channel(self.worker.rank, neighbour).waits_apart
+        (one.left if apart else one.results).append(done)
+
     def turns(self, micro_batches: int) -> list[Turn]:
         """The order in which this worker runs its passes."""
         return turns(self.worker.rank, self.worker.peers.size, micro_batches, self._schedule, self.chunks)
@@ -217,9 +227,13 @@ class Messages:
         """Makes the passes run one after the other. Call it when all are traced."""
         earlier: list[tf.Operation] = []
         before: list[tf.Operation] = []
+        left: list[tf.Operation] = []
         for turn in order:
             if one := self._passes.get(turn):  # a stage that learns nothing has no backward pass
                 one.starts._add_control_inputs(before)
+                if turn[0] == BACKWARD:
+                    one.starts._add_control_inputs(left)
+                    left = one.left
                 one.listens._add_control_inputs(earlier)
                 earlier, before = before, one.results or [one.starts]
 

@@ -59,7 +59,6 @@ class OverWorkersCore(PipelineCore):
         """See `Core`."""
         trace = current_trace()
         assert trace is not None
-        assert reduce is None  # a pipeline computes the gradients of whole steps
         messages = trace.messages_of_worker()
         trace.differentiates = True
         waiting: dict[int, Forward] = {}
@@ -74,16 +73,23 @@ class OverWorkersCore(PipelineCore):
                     waiting[number], state = found, found.sums.state
                 else:
                     sums = self.backward(waiting.pop(number))
+                    if reduce:
+                        sums = sums._replace(gradients=reduce(number, self._shaped(sums.gradients)))
                     total = sums if total is None else self.added(total, sums)
         assert total is not None
         messages.run_in_order(order)
         gradients = list(total.gradients)
         for index, variable in enumerate(self.model.trainable_variables):
             held = held_by(variable)
-            if held and held.here and len(held.ranks) > 1:
+            if held and held.here and len(held.ranks) > 1 and not reduce:
                 gradients[index] = sum_of_holders(gradients[index], held, messages)
         with tf.control_dependencies(messages.sent):
             return total._replace(loss=tf.identity(total.loss), gradients=gradients, state=state)
+
+    def _shaped(self, gradients: Tensors) -> Tensors:
+        """Gradients with static shapes, which that of a table that only looks rows up has not."""
+        pairs = zip(gradients, map(held_by, self.model.trainable_variables), strict=True)
+        return [tf.ensure_shape(each, held.part_shape) if held and held.here else each for each, held in pairs]
 
     def gradients_of(self, forward: Forward) -> Tensors:
         """See `Core`. Sends the gradients of received tensors back to their workers."""

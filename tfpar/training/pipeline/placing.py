@@ -123,20 +123,26 @@ class PipelinePlacing(Placing):
     def _exchanged_by_worker(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
         """The weights that this worker exchanges; weights that several workers hold are exchanged separately, so
         that all get the same result. Weights that are not divided are exchanged by the first program."""
-        places: dict[tuple[int, int, tuple[int, ...], bool], list[int]] = {}
+        places: dict[tuple[int, int, tuple[int, ...], bool, int], list[int]] = {}
         if not any(held.here for variable in variables if (held := held_by(variable))):
-            places[0, 0, (), False] = []  # the sidecar travels without weights, too
+            places[0, 0, (), False, -1] = []  # the sidecar travels without weights, too
         for program in range(self._devices.replicas):
             for index, variable in enumerate(variables):
                 held, divided = held_by(variable), bool(split_of(variable))
                 if held and held.here and (program == 0 or divided):
-                    place = program, place_of(variable) or 0, held.ranks, bool(self._layer_peers) and divided
+                    # Weights that are on the same device here may be on two of another worker.
+                    alone = index if len(held.ranks) > 1 and self._devices.places > 1 else -1
+                    place = program, place_of(variable) or 0, held.ranks, bool(self._layer_peers) and divided, alone
                     places.setdefault(place, []).append(index)
         names = [self._devices.of_replica(program)[place] for program, place, *_ in places]
         programs = [program for program, *_ in places]
         parts, part = self.topology.replica_workers, self.topology.replica_part
-        layer_parts = self.topology.model_workers
-        return DevicesOfReplica([*places.values()], programs, names, parts, part, layer_parts, self._devices.replicas)
+        return DevicesOfReplica(
+            *([*places.values()], programs, names, parts, part),
+            layer_parts=self.topology.model_workers,
+            per_replica=self._devices.replicas,
+            held_elsewhere=[number for number, (_, _, ranks, *_) in enumerate(places) if len(ranks) > 1],
+        )
 
     def use_xla(self, compiles: bool) -> None:
         """See `Placing`. The forward and the backward pass of each stage are one program each."""

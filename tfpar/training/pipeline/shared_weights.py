@@ -30,14 +30,24 @@ def sum_of_holders(gradient: tf.Tensor, held: Held, messages: Messages) -> tf.Te
       held: The holders. This worker must be one of them.
       messages: The messages of the function that is being traced.
     """
-    worker, ranks = messages.worker, held.ranks
-    gradient = tf.ensure_shape(gradient, held.part_shape)
+    return sum_of_ranks(tf.ensure_shape(gradient, held.part_shape), held.ranks, messages)
+
+
+def sum_of_ranks(value: tf.Tensor, ranks: Sequence[int], messages: Messages) -> tf.Tensor:
+    """Returns the sum of a tensor over some workers of the pipeline, the same bits on each.
+
+    Args:
+      value: The tensor on this worker, float32.
+      ranks: Ranks of the workers in the pipeline. This worker must be one of them.
+      messages: The messages of the function that is being traced.
+    """
+    worker = messages.worker
     with tf.device(messages.device):
         if len(ranks) == 2:
             other = ranks[1 - ranks.index(worker.rank)]
             if messages.channel(worker.rank, other).waits_apart:
-                return gradient + _exchanged(gradient, other, messages)
-        return worker.all_reduce(gradient, ranks)
+                return value + _exchanged(value, other, messages)
+        return worker.all_reduce(value, ranks)
 
 
 def _exchanged(gradient: tf.Tensor, other: int, messages: Messages) -> tf.Tensor:

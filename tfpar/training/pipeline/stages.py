@@ -47,6 +47,7 @@ class Trace:
       programs: The stages' functions, by stage and by whether gradients will be taken.
       messages: Messages to and from the other workers of the pipeline, if there are any.
       has_outputs: Whether the model's outputs are computed here.
+      places_of_sums: If something else is summed over micro-batches than the gradients of variables, its places.
     """
 
     devices: Sequence[str]
@@ -55,6 +56,7 @@ class Trace:
     programs: dict[tuple[int, bool], StageProgram] = dataclasses.field(default_factory=dict)
     messages: Messages | None = None
     has_outputs: bool = True
+    places_of_sums: Sequence[int] | None = None
 
     def complete_backward_with(self, sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
         """Makes the backward passes that were traced last end only when their gradients are added to the sums.
@@ -63,19 +65,24 @@ class Trace:
         additions, and with them the gradients of several micro-batches, for later.
 
         Args:
-          sums: The accumulated gradients.
-          variables: Their variables. A variable of several stages belongs to the first, whose backward pass is last.
+          sums: The accumulated gradients, or what `places_of_sums` are the places of.
+          variables: The variables of gradients. A variable of several stages belongs to the first, whose backward pass
+            is last; what a place sums belongs to its first stage.
         """
         stages = {program.stage.number: program.stage for program in self.programs.values()}
-        owners = {id(each): number for number in sorted(self.done, reverse=True) for each in stages[number].variables}
-        for number, done in self.done.items():
-            if not done:  # nothing before this stage learns
-                continue
-            of_stage = zip(sums, variables, strict=True)
-            added = tf.group(*(total for total, variable in of_stage if owners.get(id(variable)) == number))
-            done[-1] = tf.group(done[-1], added)
+        learning = [number for number in sorted(self.done, reverse=True) if self.done[number]]
+        if self.places_of_sums is None:
+            first = {id(each): number for number in learning for each in stages[number].variables}
+            owners = [first.get(id(variable)) for variable in variables]
+        else:
+            first = {stages[number].place % len(self.devices): number for number in learning}
+            owners = [first.get(place) for place in self.places_of_sums]
+        for number in learning:
+            added = tf.group(*(total for total, owner in zip(sums, owners, strict=True) if owner == number))
+            self.done[number][-1] = tf.group(self.done[number][-1], added)
             if self.messages:
-                self.messages.ends(BACKWARD, stages[number], added)
+                end = self.messages.ends if self.places_of_sums is None else self.messages.leaves
+                end(BACKWARD, stages[number], added)
 
     def messages_of_worker(self) -> Messages:
         """`messages` of a pipeline over several workers."""

@@ -31,7 +31,7 @@ def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     name, mesh = config.optimizer.optimizer, topology.mesh
     sharded = config.train.shard != "none" and topology.replicas > 1
     # An owner of a shard has whole tensors of its stage, and none of the others.
-    owns = sharded and config.train.shard == "optimizer"
+    owns = sharded and config.train.shard in ("optimizer", "gradients")
     spans = mesh.pipeline > 1 and topology.replica_workers > 1
     # Without shards, the devices of a model axis put whole tensors together.
     could_join = not spans and name != "adafactor"

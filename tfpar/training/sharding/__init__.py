@@ -1,8 +1,8 @@
 """Sharded state: every worker keeps and updates its own share (`--shard`)."""
 
 from tfpar.training.sharding.averages import SharedAverages
+from tfpar.training.sharding.choose import sharded_step
 from tfpar.training.sharding.optimizer import OwnShare
 from tfpar.training.sharding.saved import is_share, take_exact_weights, whole_arrays
-from tfpar.training.sharding.step import sharded_step
 
 __all__ = ["OwnShare", "SharedAverages", "is_share", "sharded_step", "take_exact_weights", "whole_arrays"]

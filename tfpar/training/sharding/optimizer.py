@@ -73,6 +73,7 @@ class OwnShare:
             )
         self.variables = list(variables)
         self.scatters, self._micro_batches = config.train.shard == "gradients", config.train.accumulate_steps
+        self._in_stages = topology.pipeline_devices > 1
         exchange = specs.parse(config.exchange.exchange if topology.data_workers > 1 else "none")
         self._keeps_exact = sharded_codec(exchange) is not None
 
@@ -127,6 +128,21 @@ class OwnShare:
         """The optimizer of the first device; all have its learning rate and its count of iterations."""
         return self.places[0].replicas[0].optimizer
 
+    def scattered(self, program: int) -> list[PlaceShare | None]:
+        """The place of each tensor that a replica sums over micro-batches if gradients go to their owners as they are
+        computed: shards, and weights without an owner. None for tensors that only fill up.
+
+        Args:
+          program: The index of the replica's program, among those of this worker.
+        """
+        own = program % self._divided.program_count if self._divided else 0
+        by_program: dict[int, list[PlaceShare | None]] = {}
+        for place in self.places:
+            by_program.setdefault(place.program, []).extend([place] * len(place.vectors))
+        shards = by_program.get(own, [])
+        filling = max(map(len, by_program.values())) - len(shards)
+        return [*shards, *[None] * filling, *(place for place in self.places for _ in place.whole)]
+
     @property
     def whole(self) -> list[int]:
         """Indices of the variables that every worker updates."""
@@ -157,8 +173,8 @@ class OwnShare:
     @property
     def xla_obstacle(self) -> str:
         """Why XLA cannot compile the passes; empty where it can."""
-        if not self.scatters:
-            return ""
+        if not self.scatters or self._in_stages:
+            return ""  # a stage of a pipeline returns its gradients at once without XLA, too
         return "--shard=gradients sends gradients as they are computed, and an XLA program returns all of them at once"
 
     def shared_variables(self) -> list[keras.Variable]:

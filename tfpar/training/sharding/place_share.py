@@ -57,6 +57,7 @@ class PlaceShare:
 
     Attributes:
       indices: Indices of its weights among the trainable weights of the model.
+      program: The index of its program, among those that the strategy runs for a replica.
       variables: Its weights.
       parts: What it has of each of them.
       vectors: The tensors in shards.
@@ -73,7 +74,7 @@ class PlaceShare:
         exchange: specs.Spec,
     ) -> None:
         self.indices, self._one_of_several = list(place.indices), place.one_of_several
-        self._program, replicas = place.program, len(place.devices)
+        self.program, replicas = place.program, len(place.devices)
         self.variables = [weights[index] for index in place.indices]
         self.parts = [self._part(index, weights[index]) for index in place.indices]
         optimizers = [make_optimizer() for _ in place.devices]
@@ -97,7 +98,7 @@ class PlaceShare:
         the same."""
         copies = copies_of(self.variables[index])
         programs = len(copies) // len(self.replicas)
-        return copies[self._program :: programs] if self.parts[index].split else copies
+        return copies[self.program :: programs] if self.parts[index].split else copies
 
     @property
     def divided(self) -> bool:
@@ -114,7 +115,7 @@ class PlaceShare:
         split = split_of(variable)
         if not isinstance(split, Split):
             return Part(index)
-        return Part(index, split, ranks_here(variable)[self._program])
+        return Part(index, split, ranks_here(variable)[self.program])
 
     def _divided(self, exchange: specs.Spec, owners: int, replicas: int) -> list[ShardedVector]:
         """The vectors, for this number of replicas on all workers and on one.
@@ -147,7 +148,7 @@ class PlaceShare:
             return keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}")
 
     def _current(self, index: int) -> np.ndarray:
-        return copies_of(self.variables[index])[self._program].numpy()
+        return copies_of(self.variables[index])[self.program].numpy()
 
     def load_weights(self, exact: Mapping[int, np.ndarray]) -> None:
         """Sets the pieces to the current values of the model's weights, or to those of `exact`: whole weights by their

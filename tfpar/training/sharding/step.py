@@ -1,10 +1,13 @@
-"""The training steps with sharded state: parts 3 to 5 of `TrainStep` in one exchange."""
+"""The training steps with sharded state: parts 3 to 5 of `TrainStep` in one exchange.
+
+Those of pipelines are in `pipeline_step.py`.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfpar.exchange.sharding.owners import Norms, Scattered
@@ -14,8 +17,6 @@ from tfpar.parallel.compilation import compiled
 from tfpar.parallel.model_axis import Place
 from tfpar.training import norms
 from tfpar.training.objective import LocalSums, Tensors
-from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersStep
-from tfpar.training.pipeline.step import DividedPipelineStep, PipelineStep
 from tfpar.training.sharding.optimizer import OwnShare
 from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sidecar import Reduced, should_apply
@@ -205,7 +206,9 @@ class ScatteringStep(ShardedStep):
             nonlocal sent
             gradients = self._of_replica(self._unscaled(gradients, scale))
             sent = self.exchange.scatter_shards(gradients, sent, number)
-            return [*sent.shards, *sent.whole]
+            summed = [*sent.shards, *sent.whole]
+            self._ends_micro_batch(summed)
+            return summed
 
         loss_scale = scale if self._scale_loss else None
         sums = self.core.accumulate(params, state, batch, seed, loss_scale, scales, reduce=reduce)
@@ -216,6 +219,9 @@ class ScatteringStep(ShardedStep):
     def _of_replica(self, gradients: Tensors) -> Tensors:
         """The gradients of a micro-batch, the same on all devices of a replica that have the same weights."""
         return gradients
+
+    def _ends_micro_batch(self, summed: Tensors) -> None:
+        """Called when the gradients of a micro-batch have been sent, with what is summed in their place."""
 
     def _own_norm(self, gradients: Scattered) -> tf.Tensor:
         norm = norms.l2_norm([*gradients.shards, *gradients.whole])
@@ -265,73 +271,6 @@ class DividedScatteringStep(ScatteringStep, DividedShardedStep):
         return tf.cast(tf.sqrt(squares), tf.float32)
 
 
-class PipelineShardedStep(ShardedStep, PipelineStep):
-    """A sharded step of replicas that are pipelines within a worker.
-
-    Args:
-      share: This worker's share, with its optimizers.
-      *args: See `PipelineStep`.
-      **kwargs: See `PipelineStep`.
-    """
-
-
-class DividedPipelineShardedStep(DividedShardedStep, DividedPipelineStep):
-    """A sharded step of pipelines within a worker whose layers are divided as well.
-
-    Args:
-      share: This worker's share, with its optimizers.
-      *args: See `DividedPipelineStep`.
-      **kwargs: See `DividedPipelineStep`.
-    """
-
-
-class OverWorkersShardedStep(ShardedStep, OverWorkersStep):
-    """A sharded step of pipelines over several workers.
-
-    Args:
-      share: This worker's share, with its optimizers.
-      *args: See `OverWorkersStep`.
-      **kwargs: See `OverWorkersStep`.
-    """
-
-    def _squares_of_replica(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
-        """See `ShardedStep`."""
-        return self._sum(super()._squares_of_replica(found))
-
-
-class DividedOverWorkersShardedStep(OverWorkersShardedStep, DividedShardedStep, DividedOverWorkersStep):
-    """A sharded step of pipelines over several workers, whose devices divide the layers of the stages.
-
-    Args:
-      share: This worker's share, with its optimizers.
-      *args: See `DividedOverWorkersStep`.
-      **kwargs: See `DividedOverWorkersStep`.
-    """
-
-
 def _sum_of_squares(norms: Iterable[tf.Tensor]) -> tf.Tensor:
     """In float64, in which no square of a float32 overflows."""
     return tf.add_n([tf.zeros([], tf.float64), *(tf.square(tf.cast(norm, tf.float64)) for norm in norms)])
-
-
-_SHARDED: dict[Any, type[ShardedStep]] = {
-    TrainStep: ShardedStep,
-    DividedStep: DividedShardedStep,
-    PipelineStep: PipelineShardedStep,
-    DividedPipelineStep: DividedPipelineShardedStep,
-    OverWorkersStep: OverWorkersShardedStep,
-    DividedOverWorkersStep: DividedOverWorkersShardedStep,
-}
-_SCATTERING = {TrainStep: ScatteringStep, DividedStep: DividedScatteringStep}
-
-
-def sharded_step(share: OwnShare, step: Callable[..., TrainStep]) -> Callable[..., ShardedStep]:
-    """The constructor of the step for this kind of share; takes the arguments of `TrainStep`.
-
-    Args:
-      share: This worker's share.
-      step: From `Placing.step_class`: the constructor of the step without shards.
-    """
-    kind, arguments = (step.func, step.args) if isinstance(step, functools.partial) else (step, ())
-    kinds: Mapping[Any, type[ShardedStep]] = _SCATTERING if share.scatters else _SHARDED
-    return functools.partial(kinds[kind], share, *arguments)
