@@ -14,6 +14,9 @@ LIBRARY := tfpar_ops/libtfpar_ops.so
 OPTIONS := $(VENV)/.tfpar-options
 NATIVE := CMakeLists.txt $(shell find cmake tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
   -o -name CMakeLists.txt -o -name '*.cmake')
+NATIVE_TESTS := $(shell find tests/native -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt \
+  -o -name Makefile -o -name '*.mk')
+NATIVE_TESTED := build/native/tested
 WHEELS_PACKAGES := $(VENV)/.tfpar-wheels
 # One wheel each, the oldest first: the newest patch of every release that setup.py allows.
 WHEELS_FOR ?= 2.19.1 2.20.0 2.21.0
@@ -35,7 +38,7 @@ BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if 
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
 
-.PHONY: help setup wheels test-wheels train test python-test gpu-test native-test network-tools browser sanitize fuzz chaos \
+.PHONY: help setup wheels test-wheels train test gpu-test native-test network-tools browser sanitize fuzz chaos \
   proofs lint format docs bench clean missing
 
 help:
@@ -106,10 +109,8 @@ train: setup
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 
-test: setup native-test python-test
-
 # LLVM's optimisation is left out of what XLA compiles: it takes longer than the small programs of the tests run. The proofs have it.
-python-test: setup network-tools browser
+test: setup native-test network-tools browser
 	XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS" $(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal -m "not proof"
 
 proofs: setup
@@ -134,10 +135,12 @@ browser: | network-tools
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
 	  echo "chromium could not be installed: tests that open TensorBoard in a browser will be skipped"
 
-# The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
-native-test: $(TOOLS) $(GLOO_STAMP)
+# The codecs and their CUDA kernels (compiled for the processor) without TensorFlow; again when a source has changed.
+native-test: $(NATIVE_TESTED)
+$(NATIVE_TESTED): $(NATIVE) $(NATIVE_TESTS) $(TOOLS) $(GLOO_STAMP)
 	$(MAKE) --no-print-directory -C tests/native test
 	$(MAKE) --no-print-directory -C tests/native/cuda emulate
+	@touch $@
 
 sanitize: $(TOOLS) $(GLOO_STAMP)
 	$(MAKE) --no-print-directory -C tests/native sanitize
