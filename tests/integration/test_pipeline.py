@@ -207,6 +207,13 @@ def test_workers_synchronise_batch_statistics(tmp_path, workers, options):
         assert_close(found, alone(**{name: case[name] for name in case if name not in PIPELINED})[0])
 
 
+def test_three_workers_share_two_layers_in_pairs(tmp_path):
+    """The one in the middle talks of a layer to each of the others, and they of one each."""
+    options = {"model": "shared_in_pairs", "accumulate_steps": 2, "steps": 3}
+    (found,) = on_workers(3, tmp_path / "out", {**options, "mesh": "pipeline:3", "stages": "second,third"})
+    assert_close(found, alone(**options)[0])
+
+
 @pytest.mark.proof
 def test_the_stages_that_have_a_layer_round_it_alike(tmp_path):
     """`on_workers` compares their copies, also with the stochastic rounding of a codec."""
@@ -242,7 +249,6 @@ def assert_several_models_divided(folder: pathlib.Path, workers: int, mesh: dict
         "batch_statistics": {"pipeline_schedule": "gpipe"},
         "vit": {"recompute": "blocks"},
         "language_model": {"stages_per_device": 2},
-        "ignoring": {},
     }
     common = {**mesh, "accumulate_steps": 2, "steps": 10, "transport": transport}
     options = ({**common, "model": model, **how} for model, how in cases.items())

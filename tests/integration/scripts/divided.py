@@ -233,6 +233,16 @@ def penalized() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3, bias_regularizer=regularizers.L1(1e-3))(shared(x)))
 
 
+def shared_in_pairs() -> keras.Model:
+    """Two layers on two of three stages each: the middle stage has both."""
+    x = inputs = keras.Input((12,))
+    early, late = (keras.layers.Dense(48, "tanh", name=name) for name in ("early", "late"))
+    x = early(keras.layers.Dense(48, "tanh", name="first")(x))
+    x = late(early(keras.layers.Dense(48, "tanh", name="second")(x)))
+    x = late(keras.layers.Dense(48, "tanh", name="third")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+
 def shared_statistics() -> keras.Model:
     """Batch statistics on two stages."""
     x = inputs = keras.Input((12,))
@@ -255,6 +265,7 @@ MODELS = {
     "shared_statistics": shared_statistics,
     "constrained": constrained,
     "shared_layer": shared_layer,
+    "shared_in_pairs": shared_in_pairs,
     "penalized": penalized,
     "batch_statistics": batch_statistics,
     "synchronised": functools.partial(batch_statistics, synchronized=True),

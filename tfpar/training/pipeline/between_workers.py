@@ -194,7 +194,8 @@ class Messages:
         self.worker, self.device, self.chunks, self._schedule, self._axis = worker, device, chunks, schedule, axis
         self._crossings = list(crossings)
         self._first_key = next(_traces) * _KEYS_OF_TRACE
-        self._other_keys = itertools.count(next(_traces) * _KEYS_OF_TRACE)
+        first_other = next(_traces) * _KEYS_OF_TRACE
+        self._other_keys = [itertools.count(first_other) for _ in range(worker.peers.size)]
         self._passes: dict[Turn, _Pass] = {}
         self._exchanged: dict[int, _Exchanged] = {}
 
@@ -295,9 +296,10 @@ class Messages:
         """Messages from a worker to another, one of which is this one."""
         return Channel(self.worker.number_of(source), self.worker.number_of(target), self.device)
 
-    def other_keys(self, count: int) -> list[int]:
-        """Keys of messages that are sent once per step. Both workers must ask in the same order."""
-        return [*itertools.islice(self._other_keys, count)]
+    def other_keys(self, other: int, count: int) -> list[int]:
+        """Keys of messages that are sent once per step. Both workers must ask in the same order; what they share with
+        others does not count."""
+        return [*itertools.islice(self._other_keys[other], count)]
 
     def _of_micro_batch(self) -> _Exchanged:
         return self._exchanged.setdefault(self.micro_batch, _Exchanged())

@@ -56,7 +56,7 @@ def _exchanged(gradient: tf.Tensor, other: int, messages: Messages) -> tf.Tensor
     rows = gradient.shape[0] if gradient.shape.rank else 0
     lengths = [int(rows * share) for share in _SHARES] if rows >= _FEWEST_ROWS and gradient.shape.rank > 1 else []
     # A length, all rows, and for each other length the places and the rows. Each direction has keys of its own.
-    both = [messages.other_keys(2 + 2 * len(lengths)) for _ in range(2)]
+    both = [messages.other_keys(other, 2 + 2 * len(lengths)) for _ in range(2)]
     keys, their_keys = both if own < other else reversed(both)
     sending, receiving = messages.channel(own, other), messages.channel(other, own)
 
