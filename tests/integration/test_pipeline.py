@@ -249,6 +249,7 @@ def assert_several_models_divided(folder: pathlib.Path, workers: int, mesh: dict
         "batch_statistics": {"pipeline_schedule": "gpipe"},
         "vit": {"recompute": "blocks"},
         "language_model": {"stages_per_device": 2},
+        "ignoring": {},
     }
     common = {**mesh, "accumulate_steps": 2, "steps": 10, "transport": transport}
     options = ({**common, "model": model, **how} for model, how in cases.items())

@@ -12,6 +12,15 @@ _SHORT = 4096  # elements
 _SCALE = 2.0**-64
 
 
+def sum_of_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Sum of scalars, the same bits on every device and in every run.
+
+    `tf.add_n` begins with an input that it may overwrite (TensorFlow 2.21, `AddNOp`). Which one it is, and with it
+    the rounding, depends on what else has run. With such norms, copies of a weight were clipped differently.
+    """
+    return tf.reduce_sum(tf.stack(scalars))
+
+
 def l2_norm(
     tensors: Sequence[tf.Tensor], squared: Callable[[Sequence[tf.Tensor]], tf.Tensor] | None = None
 ) -> tf.Tensor:
@@ -64,7 +73,7 @@ def sum_of_squares(tensors: Sequence[tf.Tensor], minus: Sequence[tf.Tensor] = ()
 
 def _squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Square of the L2 norm over all tensors."""
-    return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])
+    return 2.0 * sum_of_scalars([tf.nn.l2_loss(tensor) for tensor in tensors])
 
 
 def squared_in_xla(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

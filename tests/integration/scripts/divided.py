@@ -180,13 +180,16 @@ def resnet(normalization: str = "batch") -> keras.Model:
     return models.build("resnet18", spec, blocks=[1, 1], normalization=normalization)
 
 
-def branches() -> keras.Model:
-    """Inputs and outputs by name, a tensor that skips layers, a layer that is used twice, and a loss of a layer."""
+def branches(*, has_pair: bool = False) -> keras.Model:
+    """Inputs and outputs by name, a tensor that skips layers, a layer that is used twice, and a loss of a layer. A
+    model axis divides nothing but the pair."""
     first, second = keras.Input((12,), name="first"), keras.Input((12,), name="second")
     shared = keras.layers.Dense(16, "tanh")
     early = shared(first)
     x = keras.layers.Dense(16, "relu")(early)
     x = keras.layers.Concatenate()([x, shared(second), second])
+    if has_pair:
+        x = keras.layers.Dense(16, name="narrow")(keras.layers.Dense(32, "relu", name="wide")(x))
     x = keras.layers.Dense(16, activity_regularizer=keras.regularizers.L2(0.01))(x)
     outputs = {"kind": keras.layers.Dense(3, name="kind")(x), "size": keras.layers.Dense(1, name="size")(early)}
     return keras.Model({"first": first, "second": second}, outputs)
@@ -283,7 +286,7 @@ MODELS = {
     "resnet": resnet,
     "synchronised_resnet": functools.partial(resnet, "sync_batch"),
     "branches": branches,
-    "ignoring": branches,
+    "ignoring": functools.partial(branches, has_pair=True),
     "own_mask": own_mask,
     "spoiled": spoiled,
 }

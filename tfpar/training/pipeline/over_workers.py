@@ -15,7 +15,7 @@ from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
 from tfpar.training import sidecar
 from tfpar.training.model.call import call_model, depends_on
-from tfpar.training.norms import squared_norm
+from tfpar.training.norms import squared_norm, sum_of_scalars
 from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, Tensors
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.shared_weights import sum_of_holders
@@ -216,7 +216,7 @@ class OverWorkersStep(PipelineStep):
         for place, own in by_place.items():
             with tf.device(self._pipeline.devices.of_replica(0)[place]):
                 squares.append(squared_norm(own))
-        return tf.cast(tf.sqrt(self._sum(tf.add_n(squares))), tf.float32)
+        return tf.cast(tf.sqrt(self._sum(sum_of_scalars(squares))), tf.float32)
 
     def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
         del wants_norm  # a collective in one branch would need one in the other
@@ -256,7 +256,7 @@ class DividedOverWorkersStep(OverWorkersStep, DividedStep):
 
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all devices of the replica, the same bits on each."""
-        squares = self._sum(tf.add_n([tf.zeros([], tf.float64), *self._squares(gradients)]))
+        squares = self._sum(sum_of_scalars([tf.zeros([], tf.float64), *self._squares(gradients)]))
         return tf.cast(tf.sqrt(squares), tf.float32)
 
 

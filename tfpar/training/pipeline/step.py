@@ -8,7 +8,7 @@ from typing import Any
 
 from tfpar.parallel.pipeline.devices import beside, call_beside
 from tfpar.training.core import Core
-from tfpar.training.norms import squared_norm
+from tfpar.training.norms import squared_norm, sum_of_scalars
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.step import TrainStep
@@ -84,7 +84,7 @@ class PipelineStep(TrainStep):
             if own := [gradient for gradient, where in zip(gradients, self._places, strict=True) if where == place]:
                 with tf.device(device):
                     squares.append(squared_norm(own))
-        return tf.cast(tf.sqrt(tf.add_n(squares)), tf.float32)
+        return tf.cast(tf.sqrt(sum_of_scalars(squares)), tf.float32)
 
 
 class DividedPipelineStep(PipelineStep, DividedStep):

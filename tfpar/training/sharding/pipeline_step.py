@@ -12,7 +12,7 @@ from typing import Any
 from tfpar.exchange.sharding.owners import Scattered
 from tfpar.parallel.held import held_by
 from tfpar.parallel.pipeline.devices import beside, by_device
-from tfpar.training.norms import squared_norm
+from tfpar.training.norms import squared_norm, sum_of_scalars
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersStep
 from tfpar.training.pipeline.shared_weights import sum_of_ranks
@@ -97,7 +97,7 @@ class PipelineScatteringStep(ScatteringStep, PipelineShardedStep):
             with beside(own[0]):
                 squares.append(squared_norm(own))
         # A codec may have turned NaN into numbers.
-        square = tf.where(gradients.finite, tf.add_n(squares), tf.constant(float("nan"), tf.float64))
+        square = tf.where(gradients.finite, sum_of_scalars(squares), tf.constant(float("nan"), tf.float64))
         return tf.cast(tf.sqrt(self._over_workers(square)), tf.float32)
 
     def _over_workers(self, square: tf.Tensor) -> tf.Tensor:

@@ -271,6 +271,6 @@ class DividedScatteringStep(ScatteringStep, DividedShardedStep):
         return tf.cast(tf.sqrt(squares), tf.float32)
 
 
-def _sum_of_squares(norms: Iterable[tf.Tensor]) -> tf.Tensor:
+def _sum_of_squares(parts: Iterable[tf.Tensor]) -> tf.Tensor:
     """In float64, in which no square of a float32 overflows."""
-    return tf.add_n([tf.zeros([], tf.float64), *(tf.square(tf.cast(norm, tf.float64)) for norm in norms)])
+    return norms.sum_of_scalars([tf.zeros([], tf.float64), *(tf.square(tf.cast(part, tf.float64)) for part in parts)])

@@ -18,7 +18,7 @@ from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import model_split_of, split_of
 from tfpar.parallel.tensor.positions import has_gradient_in_parts
-from tfpar.training.norms import squared_norm
+from tfpar.training.norms import squared_norm, sum_of_scalars
 from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep
 from tfpar.training.step_loop import StepReport
@@ -129,7 +129,7 @@ class DividedStep(TrainStep):
 
     def _whole_norm(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all devices' parts and, counted once, the whole weights; the same bits on each device."""
-        return tf.cast(tf.sqrt(tf.add_n(self._squares(gradients))), tf.float32)
+        return tf.cast(tf.sqrt(sum_of_scalars(self._squares(gradients))), tf.float32)
 
     def _squares(self, gradients: Tensors) -> Tensors:
         """The squared norms of divided and of whole weights, of every stage; the same bits on each device."""
