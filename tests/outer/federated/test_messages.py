@@ -9,6 +9,7 @@ import types
 
 from tests.outer.federated.flower_app import federation
 from tfpar.config import ConfigError
+from tfpar.config.errors import TrainingError
 from tfpar.outer.federated import FederatedTrainer, flower, partition
 
 import keras
@@ -116,10 +117,14 @@ def test_nodes_without_a_usable_reply_are_named(capfd):
 def test_the_loss_is_that_of_the_last_round_with_clients(tmp_path):
     server, arrays = server_and_arrays()
     server.options = dataclasses.replace(server.options, rounds=1)
-    for replies, expected in (([], None), ([reply(arrays, {"num-examples": 4, "loss": 0.5})], 0.5), ([], 0.5)):
+    server._apply([], 0)
+    with pytest.raises(TrainingError, match="no client replied in any round"):
+        server.finish(tmp_path, None)
+    assert not [*tmp_path.iterdir()]
+    for replies in ([reply(arrays, {"num-examples": 4, "loss": 0.5})], []):
         server._apply(replies, 0)
         server.finish(tmp_path, None)
-        assert json.loads((tmp_path / "summary.json").read_text())["train_loss"] == expected
+        assert json.loads((tmp_path / "summary.json").read_text())["train_loss"] == 0.5
 
 
 def test_a_payload_of_another_codec_counts_as_dropped_out(capfd):
