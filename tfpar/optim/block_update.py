@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tfpar.optim import keras_internals
-from tfpar.optim.pure_update import PureUpdate
+from tfpar.optim.pure_update import PureUpdate, apply_reached
 
 import keras
 import tensorflow as tf
@@ -72,7 +72,7 @@ def apply_block(
       places: Indices of the weights.
       state: Values of the optimizer's variables by index: those of the weights, and those that belong to none.
       weights: Values of the weights.
-      gradients: Their gradients; None, but not for all, leaves a weight as it is.
+      gradients: Their gradients; None leaves a weight as it is.
       learning_rate: See `pure_apply`.
 
     Returns:
@@ -84,8 +84,7 @@ def apply_block(
     view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys, _beside=contextlib.nullcontext)
     mapping = [*zip(chosen, weights, strict=True), *((variables[index], value) for index, value in state.items())]
     with keras.StatelessScope(state_mapping=mapping) as scope:
-        pairs = [(each, own) for each, own in zip(gradients, chosen, strict=True) if each is not None]
-        view.apply([tf.convert_to_tensor(gradient) for gradient, _ in pairs], [own for _, own in pairs])
+        apply_reached(view, gradients, chosen)
     new = [scope.get_current_value(variable) for variable in chosen]
     return new, {index: scope.get_current_value(variables[index]) for index in state}
 

@@ -72,14 +72,14 @@ def pure_apply(
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
     with keras.StatelessScope(state_mapping=mapping) as scope:
         keras_internals.set_untracked(view, _scope=scope)
-        _apply(view, gradients, trainable)
+        apply_reached(view, gradients, trainable)
     return (
         [scope.get_current_value(variable) for variable in trainable],
         [scope.get_current_value(variable) for variable in variables],
     )
 
 
-def _apply(view: Any, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
+def apply_reached(view: Any, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
     """Applies the gradients that are not None, of which Keras would warn for each device and trace."""
     pairs = [(gradient, own) for gradient, own in zip(gradients, variables, strict=True) if gradient is not None]
     if pairs:

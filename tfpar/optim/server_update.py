@@ -7,6 +7,7 @@ from typing import Any
 
 from tfpar.optim import keras_internals
 from tfpar.optim.keras_internals import OptimizerView
+from tfpar.optim.pure_update import apply_reached
 
 import keras
 import tensorflow as tf
@@ -15,7 +16,7 @@ import tensorflow as tf
 def apply_on_servers(
     optimizer: keras.optimizers.Optimizer,
     strategy: tf.distribute.Strategy,
-    gradients: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor | None],
     variables: Sequence[keras.Variable],
     learning_rate: tf.Tensor,
 ) -> None:
@@ -24,12 +25,12 @@ def apply_on_servers(
     Args:
       optimizer: A built optimizer.
       strategy: A ParameterServerStrategy, in whose scope the variables and the optimizer were made.
-      gradients: Gradients of `variables`.
+      gradients: Gradients of `variables`; None leaves a variable as it is.
       variables: Variables that the optimizer was built with.
       learning_rate: Float32 scalar that takes the place of the optimizer's learning rate.
     """
     view = keras_internals.view_of(optimizer, ServerUpdate, learning_rate, _servers=strategy)
-    view.apply(gradients, variables)
+    apply_reached(view, gradients, variables)
 
 
 class ServerUpdate(OptimizerView):

@@ -109,7 +109,6 @@ class ParameterServerLoop:
         """One step, on a worker: fetch, pull, compute, push."""
         program, pipeline = self._program, self._context.info.pipeline
         model, workers = program.model, program.topology.workers
-        weights, unreached = model.trainable_variables, program.core.unreached
         began = tf.timestamp()
         number, share = step // workers, step % workers
         assert isinstance(pipeline, inputs.Pipeline)
@@ -140,10 +139,8 @@ class ParameterServerLoop:
 
         def push() -> tf.Tensor:
             program = self._program
-            left = {*unreached.indices(weights)}
-            reached = [place for place in range(len(weights)) if place not in left]
-            gradients, variables = [mean[place] for place in reached], [weights[place] for place in reached]
-            apply_on_servers(program.optimizer, program.strategy, gradients, variables, rate)
+            gradients = program.core.unreached.left_out(mean, model.trainable_variables)
+            apply_on_servers(program.optimizer, program.strategy, gradients, model.trainable_variables, rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
                 if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker changes them a little
                     variable.value.assign_add(new - old)
