@@ -111,15 +111,16 @@ class Worker:
 
     def _time(self, times: int) -> dict[str, Any]:
         dist.barrier()
-        before, seconds = int(netns.counter("tx_bytes").read_text()), []
+        before, busy, seconds = int(netns.counter("tx_bytes").read_text()), time.process_time(), []
         for _ in range(times):
             began = time.perf_counter()
             self._call()
             seconds.append(time.perf_counter() - began)
+        busy = time.process_time() - busy
         dist.barrier()
         sent = int(netns.counter("tx_bytes").read_text()) - before
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return {"seconds": seconds, "sent": sent / times, "peak_memory": peak}
+        return {"seconds": seconds, "sent": sent / times, "peak_memory": peak, "cpu_seconds": busy / times}
 
 
 if __name__ == "__main__":

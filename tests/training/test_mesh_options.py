@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import tfpar
@@ -28,6 +29,8 @@ PIPELINE_GRADIENTS = {**PIPELINE_SHARDS, "shard": "gradients"}
 EMA, HALF = {"ema": 0.9}, {"precision": "mixed_float16", "model": "half"}
 LORA, FROZEN = {"lora": "2:third|fourth"}, {"trainable": "second|third"}
 MUON, LAMB, LARS, ADAFACTOR = ({"optimizer": name} for name in ("muon", "lamb", "lars", "adafactor"))
+# There, oneDNN multiplies float16 itself, and a product has other bits if its weights are an operation's result.
+MULTIPLIES_FLOAT16 = "avx512_fp16" in pathlib.Path("/proc/cpuinfo").read_text()
 
 
 def half() -> keras.Model:
@@ -94,7 +97,8 @@ def test_the_numbers_of_one_device(places, options):
     if "precision" in options:  # float16 rounds to 1e-3, and each replica its own sums: those of data:2 are the same
         limit = 2e-3
         if "shard" in places and "mesh" not in places:
-            limit, weights = 1e-4, divided.weights_of(divided.here("mirrored", devices=2, **TWO, **options))
+            limit = limit if MULTIPLIES_FLOAT16 else 1e-4
+            weights = divided.weights_of(divided.here("mirrored", devices=2, **TWO, **options))
         difference = sum(float(np.sum((found[path] - weights[path]) ** 2)) for path in found) ** 0.5
         assert difference < limit * sum(float(np.sum(value**2)) for value in weights.values()) ** 0.5
         return
