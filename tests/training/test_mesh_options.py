@@ -64,7 +64,7 @@ WORKS = [
     *((places, LORA) for places in (WEIGHTS, MODEL_WEIGHTS)),
     *((places, each) for places in (OPTIMIZER, GRADIENTS, PIPELINE) for each in (MUON, LAMB, ADAFACTOR)),
     *((PIPELINE_GRADIENTS, each) for each in (MUON, ADAFACTOR, EMA)),
-    *((places, each) for places in (MODEL, MODELS, BOTH) for each in (MUON, LAMB, LARS)),
+    *((places, each) for places in (MODEL, MODELS, BOTH) for each in (MUON, LAMB, LARS, ADAFACTOR)),
     *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, MODEL_SHARDS)),
     *((places, {"model": "synchronised"}) for places in (PIPELINES, PIPELINE_SHARDS, PIPELINE_GRADIENTS)),
     *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER, PIPELINE_GRADIENTS)),
@@ -72,7 +72,6 @@ WORKS = [
 WHOLE = "needs whole tensors"
 REFUSED = [
     *((places, each, WHOLE) for places in (WEIGHTS, MODEL_SHARDS) for each in (MUON, LAMB, ADAFACTOR)),
-    (MODEL, ADAFACTOR, WHOLE),
     *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, {"model": "synchronised"}, "synchronises batch") for places in (WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),

@@ -106,7 +106,7 @@ def test_gradients_and_weights_equal_one_device(model, options):
                 ("language_model", {"accumulate_steps": 4, "stages_per_device": 2}),
                 ("language_model", {**TWICE, "pipeline_schedule": "gpipe", "recompute": "blocks"}),
                 ("gpt2", TWICE),
-                ("branches", {"accumulate_steps": 3}),
+                ("branches", {"accumulate_steps": 4}),
             ]
         ),
     ],

@@ -11,3 +11,16 @@ def needs_whole_tensor(optimizer: keras.optimizers.Optimizer, variable: keras.Va
     Muon updates embeddings, the output layer and all that is not a matrix as AdamW does.
     """
     return not (isinstance(optimizer, keras.optimizers.Muon) and optimizer._should_use_adamw(variable))
+
+
+def rows_and_columns(optimizer: keras.optimizers.Optimizer, index: int) -> list[keras.Variable]:
+    """State with an element for each row, and for each column, of a weight, if the optimizer is a built Adafactor.
+
+    Args:
+      optimizer: Any optimizer.
+      index: The place of the weight among those that the optimizer was built with.
+    """
+    if not isinstance(optimizer, keras.optimizers.Adafactor):
+        return []
+    # Weights with fewer than two dimensions have scalars there, which are never used.
+    return [each[index] for each in (optimizer._r, optimizer._c) if len(each[index].shape)]

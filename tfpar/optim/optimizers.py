@@ -64,10 +64,9 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-# Those that need whole matrices, or norms of whole tensors, and keep state of the shape of each weight.
-WHOLE_TENSORS = (keras.optimizers.Lamb, LARS, keras.optimizers.Muon)
-# Adafactor's state has the shapes of rows and columns.
-NEEDS_WHOLE = ("adafactor", *(kind.__name__.lower() for kind in WHOLE_TENSORS))
+# Those that need whole matrices, or norms or means over whole tensors.
+WHOLE_TENSORS = (keras.optimizers.Adafactor, keras.optimizers.Lamb, LARS, keras.optimizers.Muon)
+NEEDS_WHOLE = tuple(kind.__name__.lower() for kind in WHOLE_TENSORS)
 
 
 def names() -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfpar.optim import keras_deferred, keras_internals
+from tfpar.optim.keras_whole import rows_and_columns
 from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.held import Held, held_by, mark_held
 from tfpar.parallel.pipeline.devices import at, mark_place, place_of
@@ -327,6 +328,19 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         return slot
 
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)
+
+
+def keep_rows_and_columns_whole(optimizer: keras.optimizers.Optimizer) -> None:
+    """Gives Adafactor's means of rows and columns, just built for parts, the shapes that they have for whole weights.
+
+    They are small, and every device keeps all of them.
+    """
+    for index, weight in enumerate(keras_internals.trainable_variables(optimizer)):
+        slots, shape, place = rows_and_columns(optimizer, index), shape_of(weight), place_of(weight)
+        for slot, whole_shape in zip(slots, (shape[:-1], (*shape[:-2], *shape[-1:])), strict=bool(slots)):
+            if tuple(slot.shape) != whole_shape:
+                with at(place):
+                    keras_internals.replace_value(slot, np.zeros(whole_shape, _dtype(slot)))
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> list[keras.Variable]:

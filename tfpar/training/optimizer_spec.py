@@ -12,7 +12,7 @@ from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_internals, keras_rates, optimizers
 from tfpar.parallel.pipeline.devices import place_of
-from tfpar.parallel.split import keeps_slots_beside, split_of
+from tfpar.parallel.split import keep_rows_and_columns_whole, keeps_slots_beside, model_split_of, split_of
 
 import keras
 import tensorflow as tf
@@ -81,6 +81,8 @@ class OptimizerSpec:
         if any(split_of(variable) or place_of(variable) is not None for variable in variables):
             keeps_slots_beside(optimizer)
         optimizer.build(variables)
+        if any(model_split_of(variable) for variable in variables):
+            keep_rows_and_columns_whole(optimizer)
         return optimizer
 
     def create(self, config: ExperimentConfig) -> keras.optimizers.Optimizer:

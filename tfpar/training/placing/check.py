@@ -34,13 +34,12 @@ def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     owns = sharded and config.train.shard in ("optimizer", "gradients")
     spans = mesh.pipeline > 1 and topology.replica_workers > 1
     # Without shards, the devices of a model axis put whole tensors together.
-    could_join = not spans and name != "adafactor"
-    divides = (mesh.model > 1 and (sharded or not could_join)) or (spans and not owns)
+    divides = (mesh.model > 1 and sharded) or (spans and not owns)
     shards = sharded and config.train.shard == "weights"
     if name in optimizers.NEEDS_WHOLE and (divides or shards):
         by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
         instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"
-        if mesh.model > 1 and could_join:
+        if mesh.model > 1 and not spans:
             instead = "leave --shard out"
         raise ConfigError(
             f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "

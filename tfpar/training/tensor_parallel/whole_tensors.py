@@ -1,9 +1,10 @@
 """Updates of optimizers that need whole tensors, whose parts the devices of a model axis have.
 
-Muon orthogonalises a whole matrix, LAMB and LARS scale by the norm of one. The weights of a model are dealt out to the
-devices of the axis, so that each updates about as many as the others: a device receives all parts of the weights that
-it was dealt, with those of their gradients and slots, updates them, and returns the parts of the new values. Weights
-with parts of the same shape travel together, one for each device, in two all-to-all exchanges.
+Muon orthogonalises a whole matrix, LAMB and LARS scale by the norm of one, Adafactor keeps the means of its rows and
+columns. The weights of a model are dealt out to the devices of the axis, so that each updates about as many as the
+others: a device receives all parts of the weights that it was dealt, with those of their gradients and slots, updates
+them, and returns the parts of the new values, and the new rows and columns, which every device has. Weights with parts
+of the same shape travel together, one for each device, in two all-to-all exchanges.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
-from tfpar.optim.keras_whole import needs_whole_tensor
+from tfpar.optim.keras_whole import needs_whole_tensor, rows_and_columns
 from tfpar.optim.pure_update import PureUpdate, WholeTensors
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import ModelAxis, Place
@@ -35,11 +36,13 @@ class DealtTensors(WholeTensors):
     def __init__(self, optimizer: keras.optimizers.Optimizer, axis: ModelAxis) -> None:
         self._axis, size = axis, axis.size
         self._slots: dict[int, list[keras.Variable]] = {}
+        self._whole_slots: dict[int, list[keras.Variable]] = {}
         alike: dict[Any, list[keras.Variable]] = {}
-        for variable in keras_internals.trainable_variables(optimizer):
+        for index, variable in enumerate(keras_internals.trainable_variables(optimizer)):
             split = model_split_of(variable)
             if split and needs_whole_tensor(optimizer, variable):
                 self._slots[id(variable)] = slots = slots_of(optimizer, variable)
+                self._whole_slots[id(variable)] = rows_and_columns(optimizer, index)
                 kind = place_of(variable) or 0, tuple(variable.shape), variable.dtype, split, len(slots)
                 alike.setdefault(kind, []).append(variable)
         self._chunks: list[list[keras.Variable | None]] = []
@@ -82,6 +85,8 @@ class DealtTensors(WholeTensors):
         states = [[] if each is None else [each, *self._slots[id(each)]] for each in chunk]
         some = next(state for state in states if state)
         split, shape, elements = model_split_of(some[0]), some[0].shape, math.prod(some[0].shape)
+        wholes = [[] if each is None else self._whole_slots[id(each)] for each in chunk]
+        sizes = [math.prod(each.shape) for each in max(wholes, key=len)]
         assert isinstance(split, Split)
 
         def row_of(state: Sequence[keras.Variable]) -> tf.Tensor:
@@ -96,18 +101,20 @@ class DealtTensors(WholeTensors):
             for each, value in zip(own, values, strict=True):
                 view.put(each, value)
             view.update_step(gradient, own[0], rate)
-            rows = tf.stack([*map(_row, zip(*(split.part_tensors(each.value) for each in own), strict=True))])
+            same = [each.value for each in wholes[place.rank]]
+            new = zip(*(split.part_tensors(each.value) for each in own), strict=True)
+            rows = tf.stack([_row([*parts, *same]) for parts in new])
         else:
-            rows = tf.zeros([place.size, len(some) * elements], some[0].dtype)
+            rows = tf.zeros([place.size, len(some) * elements + sum(sizes)], some[0].dtype)
         returned = place.swap(rows)
-        for row, state in zip(tf.unstack(returned), states, strict=True):
+        for row, state, whole in zip(tf.unstack(returned), states, wholes, strict=True):
             if state:
-                new = tf.unstack(tf.reshape(row, [len(state), *shape]))
-                for each, value in zip(state, new, strict=True):
-                    view.put(each, value)
+                new = tf.split(row, [*[elements] * len(state), *sizes])
+                for each, value in zip([*state, *whole], new, strict=True):
+                    view.put(each, tf.reshape(value, each.shape))
         return returned
 
 
 def _row(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The tensors, all of the same shape, as a vector."""
+    """The tensors as a vector."""
     return tf.concat([tf.reshape(each, [-1]) for each in tensors], axis=0)
