@@ -29,6 +29,7 @@ from tfpar.parallel.split import (
     whole,
     whole_here,
 )
+from tfpar.process.listing import listed
 
 import keras
 import numpy as np
@@ -99,7 +100,7 @@ def restore(
         if name in names and (saved_shape := _shape_in(arrays, names[name])) != shape_of(variable)
     ]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = listed(problems, separator="; ")
         frozen = all(problem.split()[1].startswith("optimizer/") for problem in problems)
         remedy = (
             " Were layers frozen or unfrozen since it was written? Then continue training in another workdir; "

@@ -26,8 +26,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from tfpar.cluster.info import listed
 from tfpar.process.exit_codes import PEER_LOST, exit_peer_lost
+from tfpar.process.listing import listed
 
 import grpc
 

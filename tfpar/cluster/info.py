@@ -27,7 +27,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from tfpar.cluster.kubernetes import from_kubernetes
@@ -249,11 +249,6 @@ def tasks_and_addresses(info: ClusterInfo) -> Iterator[tuple[str, str]]:
     for job, tasks in info.cluster.items():
         for index, address in enumerate(tasks):
             yield f"{job} {index}", address
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names of tasks as text: the first few, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _what_is_wrong(address: str) -> str:

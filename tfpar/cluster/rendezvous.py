@@ -19,9 +19,10 @@ import time
 from collections.abc import Sequence
 
 from tfpar.cluster.heartbeat import probe_servers
-from tfpar.cluster.info import ClusterInfo, listed
+from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.reachability import host_and_port
 from tfpar.process.exit_codes import PeerLostError
+from tfpar.process.listing import listed
 
 _log = logging.getLogger(__name__)
 

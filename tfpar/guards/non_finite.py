@@ -20,6 +20,7 @@ from tfpar import inputs
 from tfpar.config.errors import TrainingError
 from tfpar.guards.batches import BatchIndex
 from tfpar.process.exit_codes import BAD_NUMBERS
+from tfpar.process.listing import listed
 
 import numpy as np
 
@@ -105,8 +106,7 @@ class NonFiniteStreak:
         paths = self._bad_weights()
         if not paths:
             return ""
-        more = f" and {len(paths) - _NAMED} others" if len(paths) > _NAMED else ""
-        named = f"{', '.join(map(repr, paths[:_NAMED]))}{more}"
+        named = listed([*map(repr, paths)], _NAMED)
         if not self._updated:
             return (
                 "The cause is in the weights: before the first step of this start, there was NaN or infinity in "
@@ -187,9 +187,8 @@ class NonFiniteStreak:
             return ""
         if isinstance(self._batches.source, inputs.StreamSource):
             return f" The examples of a stream ({info.name}) have no numbers, so none can be named."
-        listed = ", ".join(str(index) for index in examples[:_INDICES_SHOWN])
-        more = ", ..." if len(examples) > _INDICES_SHOWN else ""
-        return f" Step {step + 1} had the {info.split} examples {listed}{more} of --dataset={info.name}."
+        shown = listed([*map(str, examples)], _INDICES_SHOWN)
+        return f" Step {step + 1} had the {info.split} examples {shown} of --dataset={info.name}."
 
 
 def write_list(

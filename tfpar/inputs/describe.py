@@ -6,6 +6,7 @@ from tfpar.config import InputConfig
 from tfpar.inputs import structures
 from tfpar.inputs.epoch_order import EpochOrder
 from tfpar.inputs.source import LANGUAGE_MODEL, UNKNOWN, Source, SourceInfo
+from tfpar.process.listing import listed
 
 import tensorflow as tf
 
@@ -104,9 +105,7 @@ def describe_stream(
 
 def _examples(info: SourceInfo) -> str:
     parts = [f"{path} {_spec(spec)}".strip() for path, spec in structures.named_leaves(info.input_spec)]
-    shown = "; ".join(parts[:_LISTED_INPUTS]) + (
-        f"; and {len(parts) - _LISTED_INPUTS} more" * (len(parts) > _LISTED_INPUTS)
-    )
+    shown = listed(parts, _LISTED_INPUTS, "; ")
     files = f" in {len(info.files):,} files" if info.files else ""
     weights = "" if structures.is_empty(info.weight_spec) else ", with sample weights"
     count = "not counted" if info.num_examples == UNKNOWN else f"{info.num_examples:,}"
@@ -122,7 +121,7 @@ def _labels(info: SourceInfo) -> str:
         return "no labels"
     if not structures.is_single(info.label_spec):
         parts = [f"{path} {_spec(spec)}" for path, spec in structures.named_leaves(info.label_spec)]
-        return f"{len(parts)} labels ({'; '.join(parts[:_LISTED_INPUTS])})"
+        return f"{len(parts)} labels ({listed(parts, _LISTED_INPUTS, '; ')})"
     if not info.num_classes:
         return f"labels {_spec(info.label_spec)}"
     return f"{info.num_classes:,} {'tokens' if info.task == LANGUAGE_MODEL else 'classes'}"
@@ -130,10 +129,9 @@ def _labels(info: SourceInfo) -> str:
 
 def _workers(order: EpochOrder, source: Source, workers: int, by_file: bool) -> str:
     if by_file:
-        parts = [f"{shard.size:,} examples in {shard.files} files" for shard in order.shards[:_LISTED_WORKERS]]
-        listed = "; ".join(f"worker {worker}: {part}" for worker, part in enumerate(parts))
-        more = f"; and {workers - len(parts)} more" if workers > len(parts) else ""
-        return f"sharded by file: {listed}{more}"
+        shares = enumerate(order.shards)
+        parts = [f"worker {worker}: {shard.size:,} examples in {shard.files} files" for worker, shard in shares]
+        return f"sharded by file: {listed(parts, _LISTED_WORKERS, '; ')}"
     if workers == 1:
         return "sharded by example: one worker reads all"
     share = source.info.num_examples / workers

@@ -10,6 +10,7 @@ from tfpar.exchange import spec as specs
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import encoding, privacy, server
 from tfpar.parallel.topology import Topology, choose_topology
+from tfpar.process.listing import listed
 
 import keras
 import tensorflow as tf
@@ -140,6 +141,6 @@ def check_model(model: keras.Model, options: FederatedConfig) -> None:
     if options.noise_multiplier and state:
         raise ConfigError(
             f"--noise_multiplier={options.noise_multiplier}: the model has state that clients would send without noise "
-            f"({', '.join(state[:3])}{', ...' * (len(state) > 3)}). Use layer or group normalisation instead of batch "
+            f"({listed(state, 3)}). Use layer or group normalisation instead of batch "
             "normalisation."
         )

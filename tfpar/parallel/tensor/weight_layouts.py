@@ -19,6 +19,7 @@ from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel.tensor.layout import Finder, some
 from tfpar.parallel.tensor.ways import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of, weight_of
+from tfpar.process.listing import listed
 
 import keras
 
@@ -77,11 +78,9 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
         if (request := wanted.get(id(weight_of(layer, name)))) and request.dim not in (None, split.axis)
     ]
     if elsewhere:
-        more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
         _log.info(
-            "layout: divided along other dims than requested, with the same memory: %s%s",
-            "; ".join(elsewhere[:3]),
-            more,
+            "layout: divided along other dims than requested, with the same memory: %s",
+            listed(elsewhere, 3, "; "),
         )
     return some(found, finder, model)
 

@@ -20,6 +20,7 @@ from tfpar.optim.plateau import PlateauController
 from tfpar.outer.local import saved as local
 from tfpar.parallel.split import assign_whole, not_finite, shape_of
 from tfpar.precision import LossScale
+from tfpar.process.listing import listed
 from tfpar.training import sharding
 from tfpar.training.loops.state import LoopState
 from tfpar.training.model.adapting import frozen_weights
@@ -128,11 +129,10 @@ class RunFiles:
         state = [each for each in self._program.model.non_trainable_variables if id(each) not in frozen]
         if names := not_finite(state):
             self._told_of_bad_state = True
-            named = ", ".join(names[:_NAMED]) + f" and {len(names) - _NAMED} others" * (len(names) > _NAMED)
             self._message(
-                f"since step {step} at the latest, there is NaN or infinity in the model's state {named}, although the "
-                "loss is finite: evaluations and the saved model will be wrong. Begin again from an earlier checkpoint "
-                "with smaller inputs, or a lower --learning_rate.",
+                f"since step {step} at the latest, there is NaN or infinity in the model's state "
+                f"{listed(names, _NAMED)}, although the loss is finite: evaluations and the saved model will be wrong. "
+                "Begin again from an earlier checkpoint with smaller inputs, or a lower --learning_rate.",
                 logging.WARNING,
             )
 

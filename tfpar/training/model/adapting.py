@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from tfpar.config import ALL_WEIGHTS, ConfigError, TrainConfig
 from tfpar.optim.keras_internals import all_layers, weights_made_to_learn
+from tfpar.process.listing import listed
 from tfpar.training.model.building import Original
 
 import keras
@@ -58,7 +59,7 @@ def adapt_model(
             weight.trainable = id(weight) in trained
     if trainable and not found:
         learned = {id(weight) for layer in all_layers(model) for weight in weights_made_to_learn(layer)}
-        paths = _shown([weight.path for weight in model.weights if id(weight) in learned])
+        paths = listed([weight.path for weight in model.weights if id(weight) in learned], _SHOWN)
         end = "" if paths.endswith("...") else "."
         raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}{end}")
     if original is not None:
@@ -114,7 +115,7 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
     if not layers:
         raise ConfigError(
             f"--lora={options.lora}: no layer that can have adapters has a path that matches "
-            f"{pattern or _ATTENTION!r}. Layers that can: {_shown([layer.path for layer in able]) or 'none'}."
+            f"{pattern or _ATTENTION!r}. Layers that can: {listed([layer.path for layer in able], _SHOWN) or 'none'}."
         )
     layers = _without_trained(layers, options)
     _check_rank(layers, rank, options)
@@ -160,7 +161,8 @@ def _without_trained(layers: list[keras.layers.Layer], options: TrainConfig) -> 
     if not frozen:
         raise ConfigError(
             f"--lora={options.lora}: --trainable={options.trainable} trains the kernels of all layers that would have "
-            f"adapters ({_shown([layer.path for layer in layers])}). Leave one of the two out, or choose other layers."
+            f"adapters ({listed([layer.path for layer in layers], _SHOWN)}). Leave one of the two out, or choose other "
+            "layers."
         )
     return frozen
 
@@ -170,7 +172,7 @@ def _check_rank(layers: Sequence[keras.layers.Layer], rank: int, options: TrainC
     shapes = [_kernel(layer).shape for layer in layers]
     largest = max((math.prod(shape) - 1) // (math.prod(shape[:-1]) + shape[-1]) for shape in shapes)
     if rank > largest:
-        where = _shown([layer.path for layer in layers])
+        where = listed([layer.path for layer in layers], _SHOWN)
         remedy = f"Give a rank of at most {largest}, or" if largest else "Leave --lora out, and"
         raise ConfigError(
             f"--lora={options.lora}: adapters of rank {rank} have as many weights as the kernels in {where}, or more. "
@@ -187,14 +189,10 @@ def _description(model: keras.Model, options: TrainConfig, adapted: Sequence[ker
     count = sum(math.prod(weight.shape) for weight in model.trainable_variables)
     total, causes = model.count_params(), []
     if adapted:
-        where = _shown([layer.path for layer in adapted])
+        where = listed([layer.path for layer in adapted], _SHOWN)
         causes.append(f"adapters of rank {options.adapters()[0]} in {len(adapted)} layers ({where})")
     if options.trainable:
         causes.append(f"--trainable={options.trainable}")
     percent = 100.0 * count / total
     share = f"{percent:.2g}" if percent < 10.0 else f"{percent:.0f}"  # %g would write 1e+02
     return f"training {count:,} of {total:,} parameters ({share} %): {' and '.join(causes)}"
-
-
-def _shown(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from tfpar.config import ConfigError
+from tfpar.process.listing import listed
 
 import keras
 import tensorflow as tf
@@ -68,12 +69,10 @@ class Unreached:
         if found and not self._told:
             self._told = True
             names = [weights[index].path for index in found]
-            others = f", and {len(names) - _MOST_NAMES} others" if len(names) > _MOST_NAMES else ""
             _log.warning(
-                "Gradients do not exist for variables %s%s when minimizing the loss. They stay as they are; set "
+                "Gradients do not exist for variables %s when minimizing the loss. They stay as they are; set "
                 "trainable=False if that is intended.",
-                ", ".join(names[:_MOST_NAMES]),
-                others,
+                listed(names, _MOST_NAMES),
             )
         return found
 

@@ -18,6 +18,7 @@ from tfpar.parallel.tensor.indivisible import Indivisible
 from tfpar.parallel.tensor.positions import divide_positions, mark_gradients_in_parts
 from tfpar.parallel.tensor.ways import WAYS, Layouts, weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
+from tfpar.process.listing import listed
 from tfpar.training.core import Core
 
 import keras
@@ -119,10 +120,9 @@ def _log_undivided(model: keras.Model, indivisible: Sequence[Indivisible], split
     for (reason, fitting), group in by_reason.items():
         weights = {id(weight): weight for each in group for layer in each.layers for weight in layer.trainable_weights}
         kept = sum(math.prod(weight.shape) for key, weight in weights.items() if key not in splits)
-        more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
         _log.warning(
             "model axis: %s: %s, so %s of the trainable weights (%.0f%%) stay whole on every device. %s",
-            ", ".join(each.path for each in group[:_NAMED]) + more,
+            listed([each.path for each in group], _NAMED),
             reason if group[0].fits else f"{reason}, not a multiple of {group[0].size}",
             f"{kept:,}",
             100 * kept / max(total, 1),
