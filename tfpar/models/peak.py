@@ -6,6 +6,7 @@ MFU (Chowdhery et al. 2022, appendix B) is the model's FLOPs per second, without
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import time
@@ -95,8 +96,8 @@ def peak_flops(precision: str) -> PeakFlops:
     """Returns the peak rate of the first visible accelerator, or of the CPU threads of this process.
 
     A table of data sheet figures (dense, no sparsity) gives the rates of NVIDIA GPUs. Any other device is measured, in
-    at most 0.3 s, with a matrix product, and `source` says so: a measured figure is the rate that the library reaches,
-    so the MFU against it is higher than the MFU against a data sheet.
+    at most 0.3 s and once per process, with a matrix product, and `source` says so: a measured figure is the rate that
+    the library reaches, so the MFU against it is higher than the MFU against a data sheet.
 
     Args:
       precision: One of `tfpar.config.PRECISIONS`. float32 means TensorFloat-32 if the GPU supports it and
@@ -149,6 +150,7 @@ def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
     return None
 
 
+@functools.cache  # a program may train many times
 def _measure(device: str, name: str, dtype: str, threads: int) -> PeakFlops:
     """Measures the best rate of a square matrix product within the time limit."""
     size = 768 if device.startswith("/CPU") else 4096

@@ -39,7 +39,7 @@ class RunInfo:
       config: The experiment.
       topology: Its workers, replicas and devices.
       model: The model.
-      model_summary: Its size and cost, or None where they are not known before it runs.
+      model_summary: Its size and cost, or None where they are not known before it runs, and outside the chief.
       jit_compile: Whether XLA compiles the passes.
       compiles_update: Whether XLA compiles the optimizer's update.
       xla_disabled_reason: Why `--jit_compile=auto` compiles no passes; empty where it does.

@@ -171,7 +171,8 @@ def _info(
         config=program.config,
         topology=program.topology,
         model=program.model,
-        model_summary=program.model_summary,
+        # Nobody else prints it; it takes a trace of the model.
+        model_summary=program.model_summary if program.topology.is_chief else None,
         jit_compile=program.jit_compile,
         compiles_update=program.compiles_update,
         xla_disabled_reason=program.xla_disabled_reason if auto_without_xla else "",
