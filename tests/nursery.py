@@ -303,6 +303,7 @@ if __name__ == "__main__":
     import tensorflow_datasets  # noqa: F401
 
     gc.freeze()  # nor are pages copied because the collector writes to what the children share
+    gc.set_threshold(20_000, 20, 50)  # as in conftest.py: tracing makes millions of objects, few of them garbage
     assert threading.active_count() == 1
     assert len(os.listdir("/proc/self/task")) == 1, "forks of a process with several threads can lock up"
     _serve(sys.argv[1])
