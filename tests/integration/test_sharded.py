@@ -168,11 +168,10 @@ def test_three_workers_equal_one_device(tmp_path):
 
 
 def resumed(folder: pathlib.Path, options: dict[str, Any]) -> list[dict[str, np.ndarray]]:
-    """What two workers leave in one go, which a run that was stopped at step 5 must end with as well."""
-    workdir = str(folder / "run")
-    once, _, again = on_workers(
-        2, folder / "two", options, {**options, "stop_after": 5, "workdir": workdir}, {**options, "workdir": workdir}
-    )
+    """What two workers leave in one go, which a run that goes on from its step 5 must end with as well."""
+    whole = {**options, "workdir": str(folder / "whole run"), "checkpoint_every": 5}
+    again = {**options, "workdir": str(folder / "run"), "takes_over": (5, whole["workdir"])}
+    once, again = on_workers(2, folder / "two", whole, again)
     for name, value in once[0].items():
         np.testing.assert_array_equal(again[0][name], value, err_msg=name)
     return once

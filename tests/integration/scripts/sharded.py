@@ -2,8 +2,9 @@
 
 python -m tests.integration.scripts.sharded OUTPUT CASES
 
-CASES is JSON: a list of options of an experiment, each of which is trained in turn. `OUTPUT/CASE-WORKER.npz` gets the
-weights, and the bytes of the optimizer's state on this worker.
+CASES is JSON: a list of options of an experiment, each of which is trained in turn. Among them, `takes_over` is a step
+and the `workdir` of an earlier case, whose checkpoint of this step the case goes on from. `OUTPUT/CASE-WORKER.npz` gets
+the weights, and the bytes of the optimizer's state on this worker.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from typing import Any
 
 import tfpar
+from tests.integration.scripts.taken_over import take_over
 from tfpar.parallel.split import whole
 
 import keras
@@ -91,6 +93,8 @@ def main(output: str, cases: str) -> None:
     worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
     runtime = None
     for number, options in enumerate(json.loads(cases)):
+        if taken := options.pop("takes_over", None):
+            take_over(options["workdir"], *taken, worker)
         trainer = train(options, runtime)
         runtime = trainer.runtime
         arrays = {variable.path: whole(variable) for variable in trainer.model.variables}
