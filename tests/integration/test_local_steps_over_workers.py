@@ -7,6 +7,7 @@ import pathlib
 import shutil
 from typing import Any
 
+from tests.integration.scripts.local_steps import STEPS
 from tests.integration.test_local_steps import INT4, ROUNDS, STREAMED, Case, assert_close, on_workers
 from tests.integration.test_multi_worker import launch
 
@@ -27,9 +28,12 @@ def on_mesh(folder: pathlib.Path, mesh: dict[str, Any], cases: dict[str, dict[st
 
 
 def resumed(folder: pathlib.Path, encoded: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """A run, and one that is stopped within a round and resumed."""
-    left = {**encoded, "workdir": str(folder / name)}
-    return {f"{name} whole": encoded, f"{name} stopped": left | {"stop_after": 6}, f"{name} resumed": left}
+    """A run, and one that goes on from its checkpoint within a round."""
+    whole = {**encoded, "workdir": str(folder / f"{name} whole"), "checkpoint_every": 6, "keep_checkpoints": STEPS}
+    return {
+        f"{name} whole": whole,
+        f"{name} resumed": {**encoded, "workdir": str(folder / name), "takes_over": (6, whole["workdir"])},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,7 @@ def check_same(found: Case, expected: Case) -> None:
 def check_resumed(cases: dict[str, Case], name: str) -> None:
     again, at_once = cases[f"{name} resumed"], cases[f"{name} whole"]
     assert again.summary["params_sha256"] == at_once.summary["params_sha256"]
+    assert (len(again.workers[0]["seen"]), len(at_once.workers[0]["seen"])) == (4, 7)  # every other step, from 6 or 0
     for weight in at_once.weights:
         for worker in range(WORKERS):
             mine, theirs = (case.workers[worker][weight] for case in (again, at_once))

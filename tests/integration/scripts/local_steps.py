@@ -4,7 +4,8 @@ python -m tests.integration.scripts.local_steps OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, each of which is trained in turn. Among them, `bad` is the number of
 an example that is too large, `slow` the seconds by which a step of worker 1 takes longer, and `pair` whether the model
-has layers that a model axis divides. `OUTPUT/CASE-WORKER.npz` gets the weights, and at every `look_every` steps what
+has layers that a model axis divides; `takes_over` is a step and the `workdir` of an earlier case, whose checkpoint of
+this step the case goes on from. `OUTPUT/CASE-WORKER.npz` gets the weights, and at every `look_every` steps what
 hooks see: the weights as one vector, `seen`, and the loss of the last evaluation, `losses`. `OUTPUT/CASE-WORKER.json`
 is the summary.
 """
@@ -18,6 +19,7 @@ import time
 from typing import Any
 
 import tfpar
+from tests.integration.scripts.taken_over import take_over
 from tfpar.models import BatchNormalization
 from tfpar.parallel.split import whole
 
@@ -109,6 +111,8 @@ def main(output: str, cases: str) -> None:
     rank = worker()
     runtime = None
     for number, options in enumerate(json.loads(cases)):
+        if taken := options.pop("takes_over", None):
+            take_over(options["workdir"], *taken, rank)
         trainer, seen = train(options, runtime)
         runtime = trainer.runtime
         arrays = {variable.path: whole(variable) for variable in trainer.model.variables}
