@@ -26,6 +26,7 @@ LOGICAL_CPUS = 4
 ALL_TESTS = 5000  # fewer are a selection
 UNKNOWN = pytest.StashKey[set[str]]()
 CHOOSES_XLA = {name: vars(Program)[name] for name in ("xla_disabled_reason", "compiles_update")}
+OPTIMIZED = {"collectives", "exchange", "gpu", "tfpar_ops"}  # rooms of operations that Grappler must not change
 WITHOUT_XLA = "a small run takes as long to compile as all the rest; mark tests of it xla"
 
 
@@ -53,13 +54,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`--jit_compile=auto` chooses XLA only in tests that are marked `xla` or `proof`, and in other processes."""
+    """What takes much of the time of a small run, and is left to some tests and to the processes that tests start.
+
+    `--jit_compile=auto` chooses XLA in tests that are marked `xla` or `proof`. TensorFlow optimizes graphs (Grappler)
+    in these, in those marked `grappler`, and in the rooms of tfpar's own operations.
+    """
     chooses = item.get_closest_marker("xla") or item.get_closest_marker("proof")
     update = CHOOSES_XLA["compiles_update"]
     of_passes = property(lambda program: program.jit_compile and update.fget(program))
     without = {"xla_disabled_reason": WITHOUT_XLA, "compiles_update": of_passes}
     for name, chosen in (CHOOSES_XLA if chooses else without).items():
         setattr(Program, name, chosen)
+    optimizes = chooses or item.get_closest_marker("grappler") or OPTIMIZED.intersection(item.nodeid.split("/"))
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not optimizes})
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
     assert shown[0] == shown[1]
 
 
+@pytest.mark.grappler
 def test_replicas_keep_the_same_bits_where_tensorflow_optimizes_their_graph():
     """The run ends with an error otherwise. Before updates had graphs of their own, this one did."""
 

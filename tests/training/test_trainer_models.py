@@ -207,6 +207,7 @@ def test_padding_that_keras_normalisation_counts_is_said(builder, examples, warn
     assert ("BatchNormalization (batch_normalization) counts the padding" in capsys.readouterr().out) == warned
 
 
+@pytest.mark.grappler
 def test_accumulation_of_a_model_for_which_tensorflow_would_save_memory():
     # Estimated at more than 205 MB; see `tfpar.parallel.graph_passes`.
     config = ExperimentConfig.from_flat_dict({"dataset": "synthetic:tokens:512", "sequence_length": 128})
