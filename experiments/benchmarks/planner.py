@@ -2,8 +2,9 @@
 
 For each case, a model on workers with devices, plans are predicted from passes that are timed in the same call. Then
 each runs on a cluster of its own on this machine; the plans take turns, and the fastest turn of each counts. Memory is
-the most that TensorFlow's allocator has given out at once while a run trained, in the process that needs most, divided
-by the devices of the process. On a CPU TensorFlow counts this only if it uses oneDNN, as it does on x86 by default.
+measured in a run of its own: the most that TensorFlow's allocator has given out at once while a run trained, in the
+process that needs most, divided by the devices of the process. In these runs, CPUs have the allocator of GPUs: that of
+oneDNN, which they have otherwise on x86, does not count tensors of less than 256 KiB.
 
   python experiments/benchmarks/planner.py --cases=mlp:1x2,language_model:2x1
   sudo python experiments/benchmarks/planner.py --cases=mlp:2x1@1gbit --most_plans=4
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module b
 
 import tfpar
 from experiments.benchmarks import hosts, netns
-from experiments.benchmarks.loops import COUNTING, SETTLED, allocated_peak, forget_allocated_peak, median_step_seconds
+from experiments.benchmarks.loops import SETTLED, allocated_peak, forget_allocated_peak, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -59,6 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 _PLACES = ("1x2", "2x1", "2x1@1gbit", "4x1@1gbit")
 _LATENCY_S = 1e-4  # of a message between namespaces
+# Environment of the processes whose memory is measured (TensorFlow 2.21, `ProcessState::GetCPUAllocator`).
+_COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1"}
 
 flags.define(sections=[])
 CASES = absl_flags.DEFINE_list(
@@ -111,10 +114,17 @@ def _output(command: list[str], environ: dict[str, str]) -> subprocess.Completed
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
-def run_plan(workers: int, link: str, options: dict[str, Any]) -> dict[str, float]:
-    """`measure` on a cluster of its own: the slowest and the largest of its workers."""
+def run_plan(workers: int, link: str, options: dict[str, Any], *, counts: bool = False) -> dict[str, float]:
+    """`measure` on a cluster of its own: the slowest and the largest of its workers.
+
+    Args:
+      workers: Number of workers.
+      link: Their link, if they have one.
+      options: Options of the run.
+      counts: Whether all tensors are counted, which may take time.
+    """
     child = [sys.executable, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
-    environ = {**os.environ, **COUNTING}
+    environ = {**os.environ, **(_COUNTING if counts else {})}
     with cluster(workers, link) as network:
         if network:
             commands = [
@@ -155,25 +165,27 @@ def run_case(case: str) -> str:
         for number, each in enumerate(plans):
             ran[number].append(run_plan(workers, link, {**common, **each.plan.options()}))
             print(f"{case} {each.plan.options()}: {ran[number][-1]}", file=sys.stderr, flush=True)
-    return rows(case, plans, ran)
+    memory = [run_plan(workers, "", {**common, **each.plan.options()}, counts=True)["memory"] for each in plans]
+    return rows(case, plans, ran, memory)
 
 
-def rows(case: str, plans: list[Prediction], ran: list[list[dict[str, float]]]) -> str:
+def rows(case: str, plans: list[Prediction], ran: list[list[dict[str, float]]], memory: list[float]) -> str:
     """A row for each plan, and one on the choice.
 
     Args:
       case: The case.
       plans: The best predicted first.
       ran: What the turns of each measured.
+      memory: Bytes of a device with each.
     """
     seconds = [min(turn["seconds"] for turn in turns) for turns in ran]
     lines = []
-    for each, took, turns in zip(plans, seconds, ran, strict=True):
-        memory, options = min(turn["memory"] for turn in turns), each.plan.options()
+    for each, took, size in zip(plans, seconds, memory, strict=True):
+        options = each.plan.options()
         how = f"{options['mesh']}, {options['accumulate_steps']}, {options['recompute']}, {options['shard']}"
         lines.append(
             f"| {case} | {how} | {1e3 * each.time.seconds:.1f} | {1e3 * took:.1f} | {each.time.seconds / took:.2f} "
-            f"| {each.memory.size / 2**20:.1f} | {memory / 2**20:.1f} |"
+            f"| {each.memory.size / 2**20:.1f} | {size / 2**20:.1f} |"
         )
     lines.append(f"{case}: the choice takes {seconds[0] / min(seconds):.2f} of the best of {len(plans)} plans")
     return "\n".join(lines)

@@ -25,7 +25,7 @@ def test_memory_on_one_device():
 @pytest.mark.parametrize(
     ("wanted", "part"),
     [
-        (plan(micro_batches=4), {"activations": 320, "gradients": 32, "accumulated": 32}),
+        (plan(micro_batches=4), {"activations": 320, "gradients": 32, "accumulated": 4}),  # in place, tensor by tensor
         (plan(model=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
         (plan(pipeline=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
         # 1F1B: the first of two stages works on two micro-batches, of two examples each
@@ -34,7 +34,7 @@ def test_memory_on_one_device():
             {"weights": 16, "gradients": 16, "accumulated": 16, "activations": 2 * 2 * 40},
         ),
         (plan(data=2, shard="optimizer"), {"weights": 32, "state": 32 + 16, "activations": 640}),
-        (plan(data=2, shard="gradients"), {"gradients": 16, "state": 32 + 16}),
+        (plan(data=2, shard="gradients"), {"gradients": 32, "summed": 16, "state": 32 + 16}),
         (plan(data=2, shard="weights"), {"weights": 16, "gradients": 16, "state": 32}),
         # A stage has all gradients of a micro-batch, and the sums of its shards.
         *(
@@ -57,10 +57,11 @@ def test_memory_by_hand(wanted, part):
         (plan(model=2), {}, 16),
         (plan(data=2, shard="optimizer"), {}, 32),  # the new weights
         (plan(data=2, shard="weights"), {}, 16),
-        # New values of weights and state, and three intermediate results, of the five weights that exceed 16 MiB ...
-        (plan(data=2), {"compiles_update": False}, 32 + 6 * 20),
-        # ... of all 16 MB that a device has; an XLA program cannot change variables of two devices
-        (plan(pipeline=2), {}, 16 + 6 * 16),
+        # New values of weights and state of the five weights that exceed 16 MiB, and an intermediate result; of these
+        # weights, the old values are those of the variables.
+        (plan(data=2), {"compiles_update": False}, 32 - 20 + 3 * 20 + 4),
+        # All 16 MB that a device has; an XLA program cannot change variables of two devices.
+        (plan(pipeline=2), {}, 3 * 16 + 4),
         (plan(data=2), {"compiles_update": False, "in_groups": False}, 32 + 6 * 32),
     ],
 )
@@ -81,10 +82,11 @@ def test_activations_are_freed_before_the_update():
 
 
 def test_only_the_sums_of_micro_batches_are_left_for_the_update():
-    memory = predict_plan(question(on(2), compiles_update=False), plan(data=2, micro_batches=8)).memory
-    assert memory.accumulated == memory.gradients == 32 * MB
+    asked = question(on(2), compiles_update=False, state_per_weight=40, compiled=False)
+    memory = predict_plan(asked, plan(data=2, micro_batches=8)).memory
+    assert memory.accumulated == memory.summed == 32 * MB
     assert memory.update > memory.accumulated + memory.activations
-    assert memory.size == memory.lasting + memory.gradients + memory.update
+    assert memory.size == memory.lasting + memory.summed + memory.update
 
 
 def test_an_update_has_the_sums_of_shards():
@@ -102,9 +104,11 @@ def test_only_compiled_passes_keep_fewer_activations():
     ]
     assert sizes == [320 * MB, 320 * MB, 640 * MB, 648 * MB]
     stages = question(on(2, fused_in_stages=0.25))
-    assert predict_plan(stages, plan(pipeline=2)).memory.activations == 640 * MB // 4
+    assert predict_plan(stages, plan(pipeline=2, micro_batches=8)).memory.activations == (2 * 80 + 3 * 80) * MB // 4
+    # The backward pass of the only micro-batch has all of its activations.
+    assert predict_plan(stages, plan(pipeline=2)).memory.activations == 640 * MB
     four, sharded = question(on(4, fused_in_stages=0.25)), plan(data=2, pipeline=2, shard="gradients")
-    assert predict_plan(four, sharded).memory.activations == 320 * MB // 4
+    assert predict_plan(four, dataclasses.replace(sharded, micro_batches=8)).memory.activations == (20 + 30) * MB
     assert predict_plan(question(on(2), compiled=False), plan(pipeline=2)).memory.activations == 640 * MB
     recomputed = plan(pipeline=2, recompute="blocks")
     whole = question(on(2, fused_in_stages=1.0))
@@ -181,3 +185,50 @@ def test_less_memory_leaves_fewer_plans():
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] > 0
     assert best == sorted(best)
+
+
+def test_cpus_hold_batches_and_examples():
+    """Each worker its own; a GPU only has batches."""
+    model = dataclasses.replace(stack(), example=1000)
+    asked = question(on(2, 2, shares_memory=True), model=model, batches=6, kept_examples=10 * MB)
+    per_replica = 6 * 4 * 1000
+    assert predict_plan(asked, plan(data=4)).memory.inputs == per_replica + 5 * MB
+    assert predict_plan(asked, plan(data=4, micro_batches=2)).memory.inputs == per_replica + 5 * MB
+    assert predict_plan(asked, plan(data=2, pipeline=2)).memory.inputs == per_replica + 5 * MB
+    on_gpus = dataclasses.replace(asked, machine=on(2, 2))
+    assert predict_plan(on_gpus, plan(data=4)).memory.inputs == per_replica
+
+
+def test_an_exchange_has_sums_beside_gradients():
+    """Of each device, or once for the replicas of a worker that share its memory."""
+    gpus, cpus = question(on(2)), question(on(2, shares_memory=True))
+    sizes = [predict_plan(asked, plan(data=2)).memory.exchange for asked in (gpus, cpus)]
+    assert sizes == [32 * MB, 16 * MB]
+    assert predict_plan(question(on(1, 2, shares_memory=True)), plan(data=2)).memory.exchange == 32 * MB
+    assert predict_plan(question(), plan()).memory.exchange == 0
+    # Sharded gradients leave for other workers during the backward pass.
+    memory = predict_plan(question(on(1, 2, shares_memory=True)), plan(data=2, shard="gradients")).memory
+    assert memory.size == memory.lasting + memory.gradients + memory.activations + memory.exchange
+
+
+def test_gradients_take_the_place_of_activations_without_xla():
+    asked = question(on(2), compiled=False)
+    memory = predict_plan(asked, plan(model=2)).memory
+    assert memory.size == memory.lasting + memory.activations
+
+
+def test_devices_that_share_memory_count_their_mean():
+    whole = stack(3)  # two blocks on one device, one on the other
+    fullest, mean = (
+        predict_plan(question(on(2, shares_memory=shares), model=whole), plan(pipeline=2)).memory.weights
+        for shares in (False, True)
+    )
+    assert (fullest, mean) == (8 * MB, 6 * MB)
+    over_workers = question(on(1, 2, shares_memory=True), model=whole)
+    assert predict_plan(over_workers, plan(pipeline=2)).memory.weights == 8 * MB
+
+
+def test_replicas_share_initial_values_until_the_first_update():
+    cpus = question(on(2, shares_memory=True))
+    assert predict_plan(cpus, plan(data=2)).memory.update == (32 + 64) // 2 * MB
+    assert predict_plan(question(on(1, 2, shares_memory=True)), plan(data=2)).memory.update == 32 * MB

@@ -28,7 +28,7 @@ OPTIONS = {
 }
 # A replica's weights, gradients and state of AdamW are 16 bytes for each of 12,000 weights, and its update without XLA
 # needs 28 more.
-TOO_LITTLE_FOR_A_REPLICA = "300KiB"
+TOO_LITTLE_FOR_A_REPLICA = "200KiB"
 
 
 def config(**changes) -> ExperimentConfig:
@@ -59,7 +59,7 @@ def test_a_run_follows_its_plan_and_a_resumed_run_keeps_it(tmp_path, caplog):
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
-    with pytest.raises(ConfigError, match=r"--device_memory=300 KiB: --mesh=data:2 needs .* It fits with .*--mesh="):
+    with pytest.raises(ConfigError, match=r"--device_memory=200 KiB: --mesh=data:2 needs .* It fits with .*--mesh="):
         trained(mesh="data:2", device_memory=TOO_LITTLE_FOR_A_REPLICA)
 
 

@@ -163,3 +163,11 @@ def _fullest(variables) -> int:
         for copy in getattr(variable.value, "values", [variable.value]):
             held[copy.device] = held.get(copy.device, 0) + copy.shape.num_elements() * copy.dtype.size
     return max(held.values())
+
+
+def test_the_inputs_of_an_example_are_counted():
+    """Of an unknown dimension, the assumed length."""
+    pixels, tokens = keras.Input([4, 4, 3]), keras.Input([None], dtype="int32")
+    embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(8, 2)(tokens))
+    model = keras.Model([pixels, tokens], keras.layers.Concatenate()([keras.layers.Flatten()(pixels), embedded]))
+    assert count_model(model, [], length=10).example == 4 * (4 * 4 * 3 + 10)

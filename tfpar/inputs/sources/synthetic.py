@@ -96,7 +96,7 @@ def _patterns(name: str, split: str, shape: list[int], classes: int, offset: int
         num_classes=classes,
         storage="generated",
     )
-    return Source(info=info, read=read, load=tables.tensors)
+    return Source(info=info, read=read, kept_bytes=2 * 4 * (_ROWS + blocks) * _BLOCK, load=tables.tensors)
 
 
 def _tokens(name: str, split: str, length: int, vocabulary: int, offset: int, count: int, seed: int) -> Source:

@@ -61,6 +61,7 @@ class ModelCosts:
       bytes_per_value: Bytes of one value of the activations that are sent.
       undivided: For each other size of the model axis, the reason why the model cannot be divided over it.
       uncut: The reason why the model cannot be cut; empty if it can.
+      example: Bytes of the inputs of an example.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ModelCosts:
     crossing: Sequence[int] = ()
     undivided: Mapping[int, str] = dataclasses.field(default_factory=dict)
     uncut: str = ""
+    example: int = 0
 
     @property
     def whole(self) -> tuple[LayerCost, ...]:

@@ -117,6 +117,7 @@ class Machine:
       between: The link between the workers.
       fused: Bytes of activations in a compiled pass, as a fraction of those that its graph keeps; see `memory`.
       fused_in_stages: The same in passes that are a program each.
+      shares_memory: Whether the devices of a worker share its memory, as those of a CPU do.
     """
 
     workers: int = 1
@@ -132,6 +133,7 @@ class Machine:
     between: Link = _BETWEEN
     fused: float = 0.7
     fused_in_stages: float = 0.5
+    shares_memory: bool = False
 
     @property
     def all_devices(self) -> int:

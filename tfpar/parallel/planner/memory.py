@@ -1,30 +1,41 @@
-"""Predicts the memory of the device that needs the most under a plan.
+"""Predicts the memory of the device that needs the most under a plan: bytes of tensors that exist at once.
 
-A device holds its weights; their gradients; with micro-batches, the accumulated gradients; the optimizer state (an
-owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
-arXiv:1910.02054); and the residuals of a lossy exchange. With sharded gradients, a stage of a pipeline has all
-gradients of a micro-batch beside the sums of its shards; without a pipeline, gradients leave one by one. The backward
-pass reads activations: those of a micro-batch, times the number of micro-batches in flight on a stage of a pipeline.
-The optimizer's update needs no activations, but the weights before a step whose change is reported, from which its norm
-is computed, or all new weights if they come from the owners of shards. As an XLA program it changes variables in place;
-op by op it has new values and intermediate results of a group of weights (`pure_apply`).
+A device holds its weights; the optimizer state (an owner of a shard holds its share, and an exact copy of the weights
+in that share: Rajbhandari et al. 2020, arXiv:1910.02054); the residuals of a lossy exchange; and on CPUs, the batches
+that the input pipeline has prepared, and the examples or tables that its source keeps. Beside these it needs the most
+that one of three phases needs:
+
+- Passes: activations of a micro-batch, times the number of micro-batches in flight on a stage of a pipeline; and
+  gradients. An XLA program allocates all gradients when it starts, and adds up those of micro-batches in them, tensor
+  by tensor. Op by op, gradients take the place of activations. A stage has the gradients of a micro-batch beside the
+  sums.
+- Exchange: gradients, and their sums or the buffers in which they are put together. Sharded gradients over workers
+  leave while the backward pass goes on.
+- Update: gradients, and the weights before a step whose change is reported, from which its norm is computed, or all
+  new weights if they come from the owners of shards. As an XLA program it changes variables in place. Op by op, new
+  values of a group of weights and of their state exist beside the old ones (`pure_apply`), and an intermediate result:
+  the operations of an optimizer write into their inputs where they can.
 
 XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps, and the
-backward pass of a stage computes again what is cheap to compute, so that the fraction is `Machine.fused_in_stages`.
-Passes without XLA keep all.
+backward pass of a stage computes again what is cheap to compute, so that the fraction is `Machine.fused_in_stages`; the
+rest exists while the backward pass of a micro-batch runs. Passes without XLA keep all.
+
+The devices of one CPU share its memory, and what exists once in a worker: the sums over its replicas, the weights
+before a step, and, until their first update, initial values. What counts there is the mean of a worker's devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from tfpar.parallel.planner.costs import Weight
-from tfpar.parallel.planner.machine import PROGRAM, STAGES, Machine
+from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
 UPDATE_GROUP_BYTES = 16 << 20  # weights that are updated together without XLA
-_INTERMEDIATE = 3  # tensors of the size of the weights, beside their new values and those of the state: AdamW
+_INTERMEDIATE = 3  # tensors of the size of all weights, beside new values, if they are not updated in groups
 _OWN_STATE = ("optimizer", "gradients", "weights")  # values of --shard with which replicas divide the optimizer state
 
 
@@ -41,6 +52,7 @@ def memory_of(
     compiled: bool = True,
     compiles_update: bool = True,
     in_groups: bool = True,
+    inputs: int = 0,
 ) -> Memory:
     """Predicts the memory of the device of a replica that needs the most.
 
@@ -56,35 +68,78 @@ def memory_of(
       compiled: Whether XLA compiles passes where it can.
       compiles_update: Whether XLA compiles the update where it can.
       in_groups: Whether weights are updated group by group without XLA.
+      inputs: Bytes of the input pipeline on a device.
     """
-    workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
-    in_program = compiled and plan.way == PROGRAM
-    fused = {PROGRAM: machine.fused, STAGES: machine.fused_in_stages}.get(plan.way, 1.0) if compiled else 1.0
-    if plan.way == STAGES and plan.recompute != "none":
-        fused = 1.0  # what is kept are the inputs of blocks
-    copies = (
-        0
-        if compiles_update and replica.way_of_update(plan.shard) == PROGRAM
-        else 1 + state_per_weight // 4 + _INTERMEDIATE
-    )
+    where = _where(plan, machine)
+    way = plan.way if compiled else OPS
+    fused = _fused(plan, way, machine)
+    in_place = compiles_update and replica.way_of_update(plan.shard) == PROGRAM
+    copies = 0 if in_place else 1 + state_per_weight // 4
+    # The devices of a CPU are updated together, in groups that mix their weights.
+    together = copies and machine.shares_memory and not replica.here
     found = []
-    for device in range(replica.devices):
-        weights = replica.weights[device]
-        lasting = _of_weights(weights, plan, state_per_weight, workers if remembers else 1)
+    for device, weights in enumerate(replica.weights):
+        lasting = _of_weights(weights, plan, way, state_per_weight, where.workers if remembers else 1)
         lasting["state"] += sum(weight.size for weight in weights if weight.trainable) * outer_per_weight // 4
-        activations = int(_activations(replica, device, plan, examples, schedule) * fused)
+        updated = [weight for each in replica.weights for weight in each] if together else weights
+        update = _update(updated, plan, where, copies, lasting["state"], in_groups=in_groups)
         found.append(
             Memory(
                 **lasting,
-                activations=activations + _gathered(replica, device, plan),
-                update=_update(weights, plan, copies, in_groups=in_groups),
-                one_program=in_program and plan.mesh.devices == 1,
+                activations=_activations(replica, device, plan, examples, schedule, way, fused),
+                exchange=_exchange(weights, plan, where),
+                update=update // (replica.devices if together else 1),
+                inputs=inputs,
+                one_program=way == PROGRAM and plan.mesh.devices == 1,
+                in_turn=way == OPS,
+                exchanges_early=plan.shard == "gradients" and where.workers > 1,
             )
         )
+    if machine.shares_memory:
+        here = replica.here or replica.devices
+        found = [_mean(found[first : first + here]) for first in range(0, len(found), here)]
     return max(found, key=lambda memory: memory.size)
 
 
-def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, workers: int) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Where:
+    """Where the replicas of a plan are.
+
+    Attributes:
+      workers: Workers, or groups of workers, that exchange gradients.
+      once: The share of a device in what exists once for the replicas of a worker; 1 if it is the device that has it.
+      shares_initial: Whether replicas share the memory of their variables until these change.
+    """
+
+    workers: int
+    once: float
+    shares_initial: bool
+
+
+def _fused(plan: Plan, way: str, machine: Machine) -> float:
+    """Returns the fraction of activations that XLA keeps."""
+    if way == STAGES and plan.recompute != "none":
+        return 1.0  # what is kept are the inputs of blocks
+    return {PROGRAM: machine.fused, STAGES: machine.fused_in_stages}.get(way, 1.0)
+
+
+def _where(plan: Plan, machine: Machine) -> _Where:
+    local = max(1, machine.devices // plan.mesh.devices_of_replica)
+    return _Where(
+        workers=plan.mesh.data // local,
+        once=1 / local if machine.shares_memory else 1.0,
+        shares_initial=machine.shares_memory and local > 1,
+    )
+
+
+def _mean(of_devices: Sequence[Memory]) -> Memory:
+    """Returns the mean of the devices of a worker."""
+    parts = [field.name for field in dataclasses.fields(Memory) if field.type == "int"]
+    mean = {name: sum(getattr(each, name) for each in of_devices) // len(of_devices) for name in parts}
+    return dataclasses.replace(of_devices[0], **mean)
+
+
+def _of_weights(weights: Sequence[Weight], plan: Plan, way: str, state_per_weight: int, workers: int) -> dict[str, int]:
     """Returns the bytes that depend on the weights of a device."""
     replicas = plan.mesh.data
     size = sum(weight.size for weight in weights)
@@ -95,12 +150,16 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, wo
     if plan.shard == "weights":
         size //= replicas  # frozen weights as well
     sums = trained // replicas if plan.shard in ("gradients", "weights") else trained
-    # A stage returns the gradients of a micro-batch at once.
+    largest = max((weight.size for weight in weights if weight.trainable), default=0)
     in_stages = plan.mesh.pipeline > 1 and plan.shard == "gradients"
+    accumulated = sums if plan.micro_batches > 1 or in_stages else 0
+    if accumulated and way == PROGRAM:
+        accumulated = largest  # it adds up in place
     return {
         "weights": size,
-        "gradients": trained if in_stages else sums,
-        "accumulated": sums if plan.micro_batches > 1 or in_stages else 0,
+        "gradients": sums if plan.shard == "weights" else trained,
+        "accumulated": accumulated,
+        "summed": trained // replicas if plan.shard in _OWN_STATE else trained,
         "state": state,
         "residuals": trained + trained // workers if workers > 1 else 0,
     }
@@ -113,19 +172,39 @@ def _gathered(replica: Replica, device: int, plan: Plan) -> int:
     return 2 * max(stage.largest_weights for stage in replica.of_device(device))
 
 
-def _update(weights: Sequence[Weight], plan: Plan, copies: int, *, in_groups: bool) -> int:
+def _exchange(weights: Sequence[Weight], plan: Plan, where: _Where) -> int:
+    """Returns the bytes that the exchange of a device's gradients needs beside them: their sums, or buffers in which
+    they are put together."""
+    if plan.mesh.data == 1 or plan.shard == "weights":
+        return 0
+    trained = sum(weight.size for weight in weights if weight.trainable)
+    return int(trained * (1.0 if where.workers > 1 and where.once == 1.0 else where.once))
+
+
+def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: int, state: int, *, in_groups: bool) -> int:
     """Returns the bytes that the update of a device's weights needs.
 
     Args:
       weights: The weights.
       plan: The plan.
+      where: Where its replicas are.
       copies: Tensors of the size of a group of weights that exist at once; 0 if an XLA program updates in place.
+      state: Bytes of the device's optimizer state.
       in_groups: Whether there are groups.
     """
     sizes = [weight.size for weight in weights if weight.trainable]
     own = [size // plan.mesh.data if plan.shard in _OWN_STATE else size for size in sizes]
     kept = sum(own if plan.shard == "weights" else sizes)
-    return kept + copies * (_largest_group(own) if in_groups else sum(own))
+    if plan.shard == "none":
+        # In the first step, each replica gets memory of its own, while the last one has that of the initial values.
+        kept = int((kept + (state if where.shares_initial else 0)) * where.once)
+    if not copies:
+        return kept
+    if not in_groups:
+        return kept + (copies + _INTERMEDIATE) * sum(own)
+    group = _largest_group(own)
+    # The old values of a group are those that its variables still have.
+    return max(0, kept - group) + copies * group + max(own, default=0)
 
 
 def _largest_group(sizes: Sequence[int]) -> int:
@@ -140,9 +219,12 @@ def _largest_group(sizes: Sequence[int]) -> int:
     return largest
 
 
-def _activations(replica: Replica, device: int, plan: Plan, examples: int, schedule: str) -> float:
-    """Returns the bytes that a device keeps for backward passes, before XLA fuses operations."""
-    kept = whole = largest = 0.0
+def _activations(
+    replica: Replica, device: int, plan: Plan, examples: int, schedule: str, way: str, fused: float
+) -> int:
+    """Returns the bytes that a device keeps for backward passes, of which `fused` is the fraction that XLA keeps, and
+    what it gathers for them."""
+    kept = whole = largest = again = 0.0
     for number, stage in enumerate(replica.stages):
         if number % replica.devices != device:
             continue
@@ -151,4 +233,8 @@ def _activations(replica: Replica, device: int, plan: Plan, examples: int, sched
         kept += of_stage * examples * flights
         whole += stage.kept * examples * flights
         largest = max(largest, stage.largest if plan.recompute != "none" else 0.0)
-    return min(kept + largest * examples, whole)
+        again = max(again, stage.kept * examples)
+    found = fused * min(kept + largest * examples, whole)
+    if way == STAGES:
+        found += (1 - fused) * again
+    return int(found) + _gathered(replica, device, plan)

@@ -93,43 +93,64 @@ class Memory:
       weights: All variables of the model.
       gradients: Gradients of a micro-batch.
       accumulated: Gradients accumulated over several micro-batches, or sums of shards beside whole gradients.
+      summed: Gradients that are left for the update.
       state: The optimizer's state, and the owner's exact copy of the weights in its shard.
       residuals: Residuals of a lossy exchange.
       activations: Activations that the backward pass reads, and whole weights that it gathers.
+      exchange: What the exchange of gradients needs beside them.
       update: What the optimizer's update needs in addition.
+      inputs: Batches that are prepared, and what the source of the examples keeps.
       one_program: Whether passes and update are one XLA program, whose buffers all exist at once. Otherwise activations
         are freed before the update.
+      in_turn: Whether gradients take the place of activations: in passes op by op.
+      exchanges_early: Whether gradients are exchanged while there are activations.
     """
 
     weights: int
     gradients: int
     accumulated: int = 0
+    summed: int = 0
     state: int = 0
     residuals: int = 0
     activations: int = 0
+    exchange: int = 0
     update: int = 0
+    inputs: int = 0
     one_program: bool = False
+    in_turn: bool = False
+    exchanges_early: bool = False
 
     @property
     def lasting(self) -> int:
         """Bytes that stay allocated from step to step."""
-        return self.weights + self.state + self.residuals
+        return self.weights + self.state + self.residuals + self.inputs
 
     @property
     def size(self) -> int:
-        """Peak memory: the lasting bytes, and the most that a pass or the update needs at once."""
+        """Peak memory: the lasting bytes, and the most that a phase needs at once."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, int]:
         """The parts of the peak by name; zero for those that do not exist then."""
-        parts = dataclasses.asdict(self)
-        del parts["one_program"]
+        nothing = dict.fromkeys(("gradients", "accumulated", "activations", "exchange", "update"), 0)
+        phases: list[dict[str, int]] = [{**nothing, **phase} for phase in self._phases()]
+        lasting = {name: getattr(self, name) for name in ("weights", "state", "residuals", "inputs")}
+        largest = max(phases, key=lambda phase: sum(phase.values()))
+        return {**lasting, **largest}
+
+    def _phases(self) -> list[dict[str, int]]:
+        """What each phase of a step needs."""
+        passes = {"gradients": self.gradients, "accumulated": self.accumulated, "activations": self.activations}
         if self.one_program:
-            return parts
-        if self.accumulated + self.activations >= self.update:
-            return {**parts, "update": 0}
-        return {**parts, "gradients": self.accumulated or self.gradients, "accumulated": 0, "activations": 0}
+            return [{**passes, "update": self.update}]
+        update = {"gradients": self.summed, "update": self.update}
+        if self.exchanges_early:
+            return [{**passes, "exchange": self.exchange}, update]
+        exchange = {"gradients": self.gradients, "accumulated": self.accumulated, "exchange": self.exchange}
+        if not self.in_turn:
+            return [passes, exchange, update]
+        return [{**passes, "gradients": 0}, exchange, update]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

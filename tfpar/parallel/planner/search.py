@@ -42,6 +42,8 @@ class Question:
       compiled: Whether XLA compiles passes where it can.
       compiles_update: Whether XLA compiles the update where it can.
       in_groups: Whether the optimizer updates weights in groups without XLA.
+      batches: Batches of a replica that exist at once: prepared, next, and current.
+      kept_examples: Bytes that the source of the examples keeps in the memory of each worker.
       refusal: Returns the reason why a plan cannot be carried out; an empty string if it can.
     """
 
@@ -61,6 +63,8 @@ class Question:
     compiled: bool = True
     compiles_update: bool = True
     in_groups: bool = True
+    batches: int = 0
+    kept_examples: int = 0
     refusal: Callable[[Plan], str] = lambda plan: ""
 
 
@@ -150,8 +154,25 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
         compiled=question.compiled,
         compiles_update=question.compiles_update,
         in_groups=question.in_groups,
+        inputs=_inputs(question, plan, examples),
     )
     return Prediction(plan=plan, time=time, memory=memory, fits=not machine.memory or memory.size <= machine.memory)
+
+
+def _inputs(question: Question, plan: Plan, examples: int) -> int:
+    """Returns the bytes of the input pipeline on a device: of its batches, and on a CPU of what its source keeps.
+
+    Args:
+      question: The input of the search.
+      plan: The plan.
+      examples: Number of examples in a micro-batch on a replica.
+    """
+    machine = question.machine
+    batches = question.batches * question.model.example * examples * plan.micro_batches
+    if not machine.shares_memory:
+        return batches
+    local = max(1, machine.devices // plan.mesh.devices_of_replica)
+    return (local * batches + question.kept_examples) // machine.devices
 
 
 def predict_plan(question: Question, plan: Plan) -> Prediction:

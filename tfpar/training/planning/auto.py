@@ -16,7 +16,7 @@ from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.parallel.mesh import AUTO
 from tfpar.parallel.planner.machine import Machine, parse_size
 from tfpar.parallel.planner.plan import Plan
-from tfpar.parallel.planner.search import check_fits, search
+from tfpar.parallel.planner.search import Question, check_fits, search
 from tfpar.parallel.planner.table import describe_machine, table
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.process.activity import activity
@@ -44,18 +44,23 @@ class Subject:
       build: The model, or a function that builds it; None if it is not known yet.
       optimizer: By default the one that the configuration names.
       layout: How layers are divided, see `find_layout`.
+      kept_examples: Bytes that the source of the examples keeps in the memory of each worker, if it is known.
     """
 
     build: Build | keras.Model | None
     optimizer: OptimizerSpec | None = None
     layout: Mapping[str, Any] | None = None
+    kept_examples: int = 0
 
     @classmethod
     def named(cls, config: ExperimentConfig, train: inputs.AnySource | None) -> Subject:
         """The model that a configuration names, for some data."""
         if train is None or config.model.model == CUSTOM:
             return cls(build=None)
-        return cls(build=lambda: models.build(config.model.model, task_spec(train), **config.model.arguments()))
+        return cls(
+            build=lambda: models.build(config.model.model, task_spec(train), **config.model.arguments()),
+            kept_examples=getattr(train, "kept_bytes", 0),
+        )
 
 
 def is_auto(config: ExperimentConfig) -> bool:
@@ -120,7 +125,7 @@ def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> d
     with activity("planning --mesh=auto", shown=tells):
         facts = _facts(config, subject, topology, measures=topology.device_type == "CPU")
         machine = _machine(config, topology, facts)
-        answer = search(question_of(config, facts, machine, keeps_exchange=True, device_type=topology.device_type))
+        answer = search(_question(config, subject, topology, facts, machine))
     best = answer.best
     options = {name: best.plan.options()[name] for name in _DECIDED}
     if tells:
@@ -172,8 +177,19 @@ def check_memory(config: ExperimentConfig, subject: Subject) -> None:
         strategy=dataclasses.replace(config.strategy, mesh=AUTO, stages=""),
         train=dataclasses.replace(train, accumulate_steps=1, recompute="none", shard="none"),
     )
-    machine, on = _machine(config, topology, facts), topology.device_type
-    check_fits(question_of(anything, facts, machine, keeps_exchange=True, device_type=on), plan)
+    machine = _machine(config, topology, facts)
+    check_fits(_question(anything, subject, topology, facts, machine), plan)
+
+
+def _question(
+    config: ExperimentConfig, subject: Subject, topology: Topology, facts: Facts, machine: Machine
+) -> Question:
+    return question_of(
+        *(config, facts, machine),
+        keeps_exchange=True,
+        device_type=topology.device_type,
+        kept_examples=subject.kept_examples,
+    )
 
 
 def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, measures: bool) -> Facts:

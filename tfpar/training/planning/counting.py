@@ -66,6 +66,10 @@ def count_model(
     finally:
         _restore(model)
     common: dict[str, Any] = {"name": model.name, "layers": {1: whole, **divided}, "undivided": undivided}
+    common["example"] = sum(
+        each.dtype.size * math.prod(size or length for size in each.shape[1:])
+        for each in (tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in model.inputs)
+    )
     if graph is None:
         uncut = f"Model {model.name!r} has its own call method, not a graph of layers, so it cannot be cut into stages."
         return ModelCosts(**common, uncut=uncut)

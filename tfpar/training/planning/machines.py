@@ -107,6 +107,7 @@ def machine_of(
         between=given.between or defaults.between,
         fused=(measured.fused if measured else 0.0) or defaults.fused,
         fused_in_stages=(measured.fused_in_stages if measured else 0.0) or defaults.fused_in_stages,
+        shares_memory=not gpu,
     )
 
 

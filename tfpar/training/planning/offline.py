@@ -78,4 +78,5 @@ def plan_offline(
         machine = dataclasses.replace(machine, memory=0)
     if not config.strategy.mesh:
         config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, mesh=AUTO))
-    return search(question_of(config, facts, machine, given=dict.fromkeys(fixed)))
+    given = dict.fromkeys(fixed)
+    return search(question_of(config, facts, machine, given=given, kept_examples=getattr(train, "kept_bytes", 0)))

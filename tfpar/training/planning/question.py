@@ -22,6 +22,8 @@ from tfpar.training.planning.facts import Facts
 
 # Exchanges that `--exchange=auto` may choose, as far as they are known before it measures.
 _CODECS = ("none", "bf16", "int8")
+# Batches that a step has at once, the current and the next one, beside those that are prepared in a CPU's memory.
+_BATCHES_OF_STEP = 2
 
 
 def question_of(
@@ -32,6 +34,7 @@ def question_of(
     given: Mapping[str, object] | None = None,
     keeps_exchange: bool = False,
     device_type: str = "CPU",
+    kept_examples: int = 0,
 ) -> Question:
     """The situation for which plans are sought.
 
@@ -42,6 +45,7 @@ def question_of(
       given: Options that must keep their values even if these are the defaults.
       keeps_exchange: Whether `--exchange` keeps its value, even `auto`.
       device_type: `CPU` or `GPU`.
+      kept_examples: Bytes that the source of the examples keeps in the memory of each worker.
     """
     train, strategy, given = config.train, config.strategy, given or {}
     shards = next(each.metadata["choices"] for each in dataclasses.fields(TrainConfig) if each.name == "shard")
@@ -67,6 +71,8 @@ def question_of(
         compiled=facts.compiled,
         compiles_update=facts.compiles_update,
         in_groups=facts.in_groups,
+        batches=_BATCHES_OF_STEP + (config.input.prefetch if machine.shares_memory else 0),
+        kept_examples=kept_examples,
         refusal=_refusals(config, facts, machine, device_type, keeps_exchange=keeps_exchange),
     )
 
