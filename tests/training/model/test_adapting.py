@@ -196,7 +196,7 @@ def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
     [
         (
             {"trainable": "decoder"},
-            r"--trainable='decoder' matches no weight that can learn. Paths are such as first/[^.]* and [0-9]+ more(\n|$)",
+            r"--trainable='decoder' matches no weight that can learn. Paths are such as first/[^.]* and [0-9]+ more",
         ),
         ({"trainable": "("}, r"--trainable='\(' is not a regular expression"),
         ({"lora": "4:("}, r"--lora='4:\(': '\(' is not a regular expression"),
