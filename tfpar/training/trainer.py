@@ -145,7 +145,7 @@ class Trainer:
 
     def fit(
         self,
-        train: Any,
+        train: Any = None,
         y: Any = None,
         *,
         sample_weight: Any = None,
@@ -212,7 +212,7 @@ class Trainer:
 
     def evaluate(
         self,
-        source: Any,
+        source: Any = None,
         y: Any = None,
         *,
         sample_weight: Any = None,
@@ -243,7 +243,7 @@ class Trainer:
 
     def _evaluate(self, argument: str, callbacks: Callbacks, *data: Any) -> dict[str, Any]:
         callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
-        source = keras_arguments.as_full_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
+        source = keras_arguments.as_full_source(argument, *data, **self._reading)
         self._refresh()
         self.program.bind(source)
         if not callbacks:
@@ -253,7 +253,7 @@ class Trainer:
             tell(results)
         return results
 
-    def predict(self, source: Any, *, callbacks: Callbacks = (), **others: Any) -> Any:
+    def predict(self, source: Any = None, *, callbacks: Callbacks = (), **others: Any) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
         The weights are those that `evaluate` uses: their moving averages with `--ema`.
@@ -275,7 +275,7 @@ class Trainer:
         self._check_synchronous("does not predict. To predict")
         self._refresh()
         callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
-        source = keras_arguments.as_full_source("predict(source=...)", source, told=self._tells)
+        source = keras_arguments.as_inputs("predict(source=...)", source, **self._reading)
         if not callbacks:
             return self._predictor(source)
         with keras_callbacks.predicting(callbacks, self.program) as calls:
@@ -335,8 +335,13 @@ class Trainer:
             self.program, self._evaluator, self._predictor = program, Evaluator(program), Predictor(program)
 
     @property
-    def _tells(self) -> bool:
-        return self.config.monitor.verbose > 0
+    def _reading(self) -> dict[str, Any]:
+        """How examples are read that a method gets."""
+        return {
+            "told": self.config.monitor.verbose > 0,
+            "ignore_class": self._ignore_class,
+            "on_bad_record": self.config.input.on_bad_record,
+        }
 
     def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
         """Whether the length of the run is given in epochs, for which the number of examples must be known."""
@@ -346,12 +351,11 @@ class Trainer:
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool
     ) -> tuple[Any, Any]:
         """The sources of the data that were given to `fit`, checked."""
-        common: dict[str, Any] = {"told": self._tells, "ignore_class": self._ignore_class}
-        source = keras_arguments.as_source("fit(train=...)", *train, counts=counts, split="train", **common)
+        source = keras_arguments.as_source("fit(train=...)", *train, counts=counts, split="train", **self._reading)
         if class_weight is not None:
             source = inputs.with_class_weight(source, class_weight)
         if validation is not None:
-            validation = keras_arguments.as_source("fit(validation=...)", validation, **common)
+            validation = keras_arguments.as_source("fit(validation=...)", validation, **self._reading)
         validate_data(self.config, self.topology, source, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, source, validation, **built)

@@ -84,3 +84,9 @@ def test_as_source_passes_options_on():
 def test_as_source_refuses_everything_else_with_a_list_of_what_is_accepted(arguments, message):
     with pytest.raises(ConfigError, match=message):
         inputs.as_source(*arguments)
+
+
+def test_a_stream_has_no_use_for_checks_of_examples():
+    checks = {"ignore_class": -1, "on_bad_record": "skip"}
+    for data in (tf.data.Dataset.from_tensors((X, Y)), lambda context: tf.data.Dataset.from_tensors((X, Y))):
+        assert inputs.as_source(data, **checks).info.input_spec.shape == (2,)

@@ -9,7 +9,15 @@ from tests.training.trainers import source, trainer_of
 from tfpar.config import ConfigError, MonitorConfig
 from tfpar.training.model import keras_arguments
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
+
+
+def arrays():
+    """Inputs `[24, 6]` and labels from 0 to 2, both new."""
+    return np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32), np.arange(24, dtype=np.int32) % 3
 
 
 @pytest.mark.parametrize(
@@ -27,6 +35,38 @@ def test_they_are_refused_with_what_to_write_instead(method, arguments, message)
     trainer = trainer_of()
     with pytest.raises(ConfigError, match=message):
         getattr(trainer, method)(source(), **arguments)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_examples_by_the_name_that_keras_gives_them(method):
+    with pytest.raises(ConfigError, match=rf"Trainer\.{method} takes no x=: give the examples first, without a name"):
+        getattr(trainer_of(), method)(x=np.ones((4, 6)))
+    with pytest.raises(ConfigError, match="NoneType is not a source of examples"):
+        getattr(trainer_of(), method)()
+
+
+def test_the_option_on_bad_record_counts_for_arrays():
+    x, y = arrays()
+    x[3, 0] = np.nan
+    with pytest.raises(ConfigError, match="train example 3 has NaN"):
+        trainer_of().fit(x, y, steps=1)
+    trainer = trainer_of(on_bad_record="skip")
+    assert trainer.fit(x, y, epochs=1, validation=(x, y))["skipped_examples"] == 1
+    assert trainer.evaluate(x, y)["examples"] == len(x) - 1
+    assert np.isnan(trainer.predict(x)).any(axis=1).tolist() == [index == 3 for index in range(len(x))]
+
+
+def test_predictions_do_not_read_labels():
+    x, y = arrays()
+    trainer = trainer_of()
+    assert np.array_equal(trainer.predict((x, -y)), trainer.predict(x))
+
+
+def test_an_ignored_class_is_no_matter_for_a_stream():
+    x, y = arrays()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    trainer = trainer_of(loss=loss)
+    trainer.fit(lambda context: tf.data.Dataset.from_tensor_slices((x, y)).batch(8), steps=1)
 
 
 @pytest.mark.parametrize(("given", "value"), [("auto", 1), (True, 1), (False, 0), (2, 2)])

@@ -46,7 +46,8 @@ def as_source(
       data: The examples.
       y: Labels, if `data` are arrays.
       sample_weight: Sample weights, if `data` are arrays with labels in `y`.
-      **options: Further arguments of the function in the table, e.g. `split` or `name`; not used for a `Source`.
+      **options: Further arguments of the function in the table, e.g. `split` or `name`; not used for a `Source`. A
+        stream takes no `ignore_class` and `on_bad_record`, which say how examples are checked.
 
     Raises:
       ConfigError: The data are none of these, labels are given for data that have their own, or the function refuses
@@ -59,7 +60,7 @@ def as_source(
                 f"{type(data).__name__} with y= or sample_weight=: a dataset holds its labels and weights itself. "
                 "Let its elements be (x, y) or (x, y, sample_weight)."
             )
-        return data if isinstance(data, StreamSource) else from_dataset(data, **options)
+        return data if isinstance(data, StreamSource) else from_dataset(data, **_of_stream(options))
     if isinstance(data, tuple) and alone and 1 <= len(data) <= 3:
         data, y, sample_weight = (*data, None, None)[:3]
     if not (alone and _is_list_of_items(data)) and _are_arrays(data):
@@ -77,8 +78,12 @@ def as_source(
         return data
     if by_index:
         return from_random_access(data, **options)
-    options.pop("ignore_class", None)  # labels of a stream are not checked
-    return from_iterable(data, **options)
+    return from_iterable(data, **_of_stream(options))
+
+
+def _of_stream(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for a stream, whose examples and labels are not checked."""
+    return {name: value for name, value in options.items() if name not in ("ignore_class", "on_bad_record")}
 
 
 def _is_input_function(data: Any) -> bool:

@@ -65,6 +65,12 @@ def as_full_source(argument: str, *data: Any, **options: Any) -> inputs.ReadSour
     return source
 
 
+def as_inputs(argument: str, data: Any, **options: Any) -> inputs.ReadSource:
+    """`as_full_source` without the labels of arrays, which a prediction does not read and which need not be good."""
+    inputs_alone = data[:1] if isinstance(data, tuple) and len(data) <= 3 else data
+    return as_full_source(argument, inputs_alone, **options)
+
+
 def as_source(
     argument: str,
     data: Any,
@@ -75,6 +81,7 @@ def as_source(
     split: str = "validation",
     told: bool = True,
     ignore_class: int | None = None,
+    on_bad_record: str = "fail",
 ) -> inputs.ReadSource:
     """The source for the argument of a method.
 
@@ -87,6 +94,7 @@ def as_source(
       split: `"train"` or `"validation"`, for reports.
       told: Whether to log the counting of examples.
       ignore_class: A label that the loss ignores.
+      on_bad_record: `"skip"` to train without examples whose values are not finite, or whose labels are no classes.
     """
     if (
         isinstance(data, Mapping)
@@ -98,9 +106,9 @@ def as_source(
             f"{argument}: {', '.join(map(str, data))} are several data sets. Give one of them; "
             "Trainer.evaluate({...}) evaluates several, also in a hook or callback of fit."
         )
-    ignored = {} if ignore_class is None or isinstance(data, tf.data.Dataset) else {"ignore_class": ignore_class}
+    checks = {"ignore_class": ignore_class, "on_bad_record": on_bad_record}
     try:
-        source = inputs.as_source(data, y, sample_weight, split=split, **ignored)
+        source = inputs.as_source(data, y, sample_weight, split=split, **checks)
+        return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}") from error
-    return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source
