@@ -16,6 +16,13 @@ import tensorflow as tf
 # A tensor, array or spec, or a nested structure of them.
 Structure = Any
 
+# Tensors that are not whole arrays, and what to give instead: the step is one program, with shapes that do not change.
+GAPS = {
+    "RaggedTensor": "Pad them to one length, e.g. ragged.to_tensor(shape=...), and mask the padding (mask_zero=True).",
+    "SparseTensor": "Make them dense: tf.sparse.to_dense(tensor), or matrix.toarray(). If few values are not zero, "
+    "give their positions to a keras.layers.Embedding.",
+}
+
 
 def is_empty(structure: Structure) -> bool:
     """Whether a structure has no leaves."""

@@ -9,6 +9,7 @@ from tfpar.config import ConfigError
 import numpy as np
 import pytest
 import tensorflow as tf
+from scipy import sparse
 
 
 class Frame:
@@ -84,6 +85,22 @@ def test_as_source_passes_options_on():
 def test_as_source_refuses_everything_else_with_a_list_of_what_is_accepted(arguments, message):
     with pytest.raises(ConfigError, match=message):
         inputs.as_source(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((tf.ragged.constant([[1], [2, 3]]), [0, 1]), "the inputs are ragged. Pad them to one length"),
+        ((X[:2], tf.ragged.constant([[1], [2, 3]])), "the labels are ragged. Pad them"),
+        (({"a": tf.sparse.from_dense(X)}, Y), r"the inputs are sparse \(SparseTensor\). Make them dense"),
+        (([sparse.csr_matrix(X), X], Y), r"the inputs are sparse \(csr_matrix\). Make them dense"),
+        ((tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]])),), "is a RaggedTensor, but .* Pad them"),
+        ((tf.data.Dataset.from_tensors(tf.sparse.from_dense(X)),), "is a SparseTensor, but .* Make them dense"),
+    ],
+)
+def test_ragged_and_sparse_tensors_are_refused_with_what_to_do(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        _ = inputs.as_source(*arguments).info
 
 
 def test_a_stream_has_no_use_for_checks_of_examples():

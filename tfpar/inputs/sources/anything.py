@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -12,7 +13,7 @@ from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.random_access import from_random_access
 from tfpar.inputs.streams.iterables import from_iterable
 from tfpar.inputs.streams.source import StreamSource, from_dataset
-from tfpar.inputs.structures import Structure
+from tfpar.inputs.structures import GAPS, Structure
 
 import keras
 import numpy as np
@@ -63,6 +64,8 @@ def as_source(
         return data if isinstance(data, StreamSource) else from_dataset(data, **_of_stream(options))
     if isinstance(data, tuple) and alone and 1 <= len(data) <= 3:
         data, y, sample_weight = (*data, None, None)[:3]
+    _refuse_gaps("inputs", data)
+    _refuse_gaps("labels", y)
     if not (alone and _is_list_of_items(data)) and _are_arrays(data):
         return from_arrays(data, y, sample_weight=sample_weight, **options)
     by_index, again = _can_be_read(data)
@@ -84,6 +87,16 @@ def as_source(
 def _of_stream(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options for a stream, whose examples and labels are not checked."""
     return {name: value for name, value in options.items() if name not in ("ignore_class", "on_bad_record")}
+
+
+def _refuse_gaps(what: str, data: Any) -> None:
+    """Refuses ragged and sparse tensors, and SciPy's sparse matrices, which would otherwise count as lists of rows."""
+    values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else (data,)
+    for value in itertools.islice(values, 100):  # no model has more inputs; a list of rows may be long
+        if isinstance(value, tf.RaggedTensor):
+            raise ConfigError(f"the {what} are ragged. {GAPS['RaggedTensor']}")
+        if isinstance(value, tf.SparseTensor) or type(value).__module__.startswith("scipy.sparse"):
+            raise ConfigError(f"the {what} are sparse ({type(value).__name__}). {GAPS['SparseTensor']}")
 
 
 def _is_input_function(data: Any) -> bool:

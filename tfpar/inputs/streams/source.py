@@ -250,8 +250,9 @@ def _check_tensors(name: str, specs: Structure) -> None:
     for path, spec in structures.named_leaves(specs):
         if not isinstance(spec, tf.TensorSpec):
             raise ConfigError(
-                f"{name}: the element's part {path or 'x'} is a {type(spec).__name__}, but must be a tensor. Convert "
-                "it in the dataset, e.g. ragged.to_tensor(shape=...)."
+                f"{name}: the element's part {path or 'x'} is a {kind}, but must be a tensor. "
+                f"{structures.GAPS.get(kind, 'Convert it in the dataset.')}"
+            kind = type(spec).__name__.removesuffix("Spec")
             )
         if spec.shape.rank is None:
             raise ConfigError(
