@@ -31,6 +31,9 @@ def test_misuse_is_refused_in_one_line(alone):
     for misuse, said in [
         (under_strategy, "train with tfpar.Trainer"),
         (lambda: distributed(distributed(keras.optimizers.SGD())), "distributed already"),
+        (lambda: distributed(None), "None is not a Keras 3 optimizer"),
+        (lambda: distributed(keras.optimizers.Adam), "is not a Keras 3 optimizer. Pass e.g. keras.optimizers.Adam"),
+        (lambda: distributed("adamz"), "'adamz' is not a Keras 3 optimizer"),
         (scaled_and_accumulated, "would exchange at every step"),
         (lambda: fit(alone, keras.optimizers.SGD()), "does not exchange gradients"),
         (lambda: fit(alone, model=keras.Sequential([keras.layers.Dense(1)])), "Give it a keras.Input"),

@@ -58,11 +58,11 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
       The optimizer. Without a cluster, or with a single worker, nothing is exchanged.
 
     Raises:
-      ConfigError: Here: an unknown exchange, `tfpar.init_cluster()` not called, a tf.distribute strategy around it, an
-        optimizer that cannot be distributed. At the first step, on every worker: other variables, optimizer, exchange
-        or weights on one of the workers; a train step under XLA.
+      ConfigError: Here: not an optimizer, an unknown exchange, `tfpar.init_cluster()` not called, a tf.distribute
+        strategy around it, an optimizer that cannot be distributed. At the first step, on every worker: other
+        variables, optimizer, exchange or weights on one of the workers; a train step under XLA.
     """
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = _as_optimizer(optimizer)
     unbuilt = Exchange(exchange)
     if tf.distribute.has_strategy():
         raise workers.under_strategy("tfpar.DistributedOptimizer")
@@ -80,6 +80,19 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
         return optimizer
     exchange_before_update(optimizer, Distribution(connected, unbuilt, seed))
     return optimizer
+
+
+def _as_optimizer(given: Any) -> keras.optimizers.Optimizer:
+    """The optimizer, or a new one by its name in Keras."""
+    try:
+        optimizer = keras.optimizers.get(given)
+    except (TypeError, ValueError):  # an unknown name, or nothing that `get` knows
+        optimizer = None
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return optimizer
+    raise ConfigError(
+        f"tfpar.DistributedOptimizer: {given!r} is not a Keras 3 optimizer. Pass e.g. keras.optimizers.Adam(1e-3)."
+    )
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Distribution | None:

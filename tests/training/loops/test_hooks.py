@@ -90,6 +90,15 @@ def test_numbers_of_numpy_count_like_those_of_python():
     assert json.dumps([hook.every, state.stop, state.lr_multiplier]) == "[3, true, 0.5]"
 
 
+@pytest.mark.parametrize("multiplier", [float("nan"), float("inf"), -1.0, None, "half"])
+def test_a_rate_with_which_no_step_makes_sense_is_refused(multiplier):
+    def spoil(state):
+        return state.replace(lr_multiplier=multiplier)
+
+    with pytest.raises(ConfigError, match=r"the hook spoil returned lr_multiplier=.* after step 3\. Return a finite"):
+        rows(user=[Hook(1, spoil)]).run(LoopState(3, 9))
+
+
 def test_one_worker_that_stops_stops_all():
     def gather(own, activity):
         return [own, [True, own[1]]]

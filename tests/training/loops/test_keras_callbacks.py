@@ -231,6 +231,13 @@ def test_a_lower_rate_takes_effect_under_a_schedule_and_without_one():
             np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [float("nan"), -0.1])
+def test_a_rate_with_which_no_step_makes_sense_is_refused(rate):
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: rate)
+    with pytest.raises(ConfigError, match=r"a Keras callback set the learning rate to .* Set a finite rate, 0 or more"):
+        trainer_of().fit(source(), epochs=1, callbacks=[schedule])
+
+
 def test_a_rate_of_zero_is_not_for_good():
     """Such as that of a warm-up by epochs."""
     rates: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -183,7 +184,7 @@ class HookRows:
                 )
             stop = bool(result.stop)  # comparing numbers of NumPy gives an np.bool_
             by = result.stopped_by or f"the hook {_name(row.hook)}" if stop else ""
-            state = state.replace(stop=stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
+            state = state.replace(stop=stop, stopped_by=by, lr_multiplier=_multiplier(row.hook, result))
         gathered = self._gather([state.stop, state.lr_multiplier], f"the hooks after step {state.step}")
         stops, multipliers = zip(*gathered, strict=True)
         if len({*multipliers}) > 1:
@@ -195,6 +196,21 @@ class HookRows:
         stop = any(stops)
         by = "a hook or callback of another worker" if stop and not state.stop else state.stopped_by
         return state.replace(stop=stop, stopped_by=by, ending=state.ending or stop)
+
+
+def _multiplier(hook: Hook, result: LoopState) -> float:
+    """The factor on the learning rate that a hook returned; refuses one with which no step makes sense."""
+    value = result.lr_multiplier
+    try:
+        multiplier = float(value)
+    except (TypeError, ValueError):
+        multiplier = math.nan
+    if math.isfinite(multiplier) and multiplier >= 0:
+        return multiplier
+    raise ConfigError(
+        f"the hook {_name(hook)} returned lr_multiplier={value!r} after step {result.step}. Return a finite factor on "
+        "the scheduled learning rate, 0 or more."
+    )
 
 
 def _name(hook: Hook) -> str:

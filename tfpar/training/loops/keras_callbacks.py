@@ -217,6 +217,11 @@ class KerasCallbacks:
         if rate == self._shown or not scheduled:
             return state
         self._shown = rate
+        if not (np.isfinite(rate) and rate >= 0):
+            raise ConfigError(
+                f"a Keras callback set the learning rate to {rate:g} after step {state.step}. Set a finite rate, 0 or "
+                "more."
+            )
         # Not relative to the rate before, which a callback may have set to 0.
         return state.replace(lr_multiplier=float(rate) / scheduled)
 
