@@ -66,6 +66,16 @@ def test_metrics_that_are_no_sum_over_examples_are_refused(metric):
         bound(outputs_as_they_are(3), tf.TensorSpec([3]), loss="mse", metrics=[metric])
 
 
+def test_a_metric_function_of_the_batch_is_refused_with_what_to_write():
+    with pytest.raises(ConfigError, match=r"cannot be summed.*one value per example, as keras\.ops\.mean"):
+        bound(
+            outputs_as_they_are(3),
+            tf.TensorSpec([3]),
+            loss="mse",
+            metrics=[lambda y, outputs: keras.ops.mean(keras.ops.abs(y - outputs))],
+        )
+
+
 @pytest.mark.parametrize(
     ("loss", "y", "outputs", "expected"),
     [

@@ -102,9 +102,11 @@ def test_a_loss_for_an_output_that_does_not_exist_is_refused():
         bound(two_outputs(), (classes(), classes()), loss={"a": "mse", "c": "mse"})
 
 
-def test_a_loss_without_labels_of_its_name_is_refused():
-    with pytest.raises(ConfigError, match=r"there are no labels for the output 'b'\. Labels are named: 'a', 'z'\."):
-        bound(two_outputs(), {"a": classes(), "z": classes()}, loss={"a": "mse", "b": "mse"})
+@pytest.mark.parametrize("names", [["a", "z"], ["a"]])
+def test_a_loss_without_labels_of_its_name_is_refused(names):
+    named = ", ".join(map(repr, names))
+    with pytest.raises(ConfigError, match=rf"there are no labels for the output 'b'\. Labels are named: {named}\."):
+        bound(two_outputs(), dict.fromkeys(names, classes()), loss={"a": "mse", "b": "mse"})
 
 
 def test_labels_of_another_structure_need_another_objective():

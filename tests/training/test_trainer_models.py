@@ -92,7 +92,7 @@ def test_a_layer_as_activation_must_have_its_weights():
         (lambda: keras.Sequential([keras.layers.Dense(3)]), "it must return a built Keras model"),
         (lambda: "convnet", "it must return a built Keras model"),
         (keras.Sequential([keras.layers.Dense(3)]), "the model has no weights yet"),
-        (keras.Sequential([keras.Input((2,)), keras.layers.ReLU()]), "the model has no weights yet"),
+        (keras.Sequential([keras.Input((2,)), keras.layers.ReLU()]), "has no weights, so there is nothing to train"),
         (subclassed, None),
     ],
 )

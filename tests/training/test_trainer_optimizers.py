@@ -90,6 +90,13 @@ def test_options_without_effect_on_an_optimizer_object_are_refused(option):
         trainer_of(optimizer=keras.optimizers.SGD(0.07), **{option: value})
 
 
+@pytest.mark.parametrize("option", ["learning_rate", "schedule"])
+def test_schedule_objects_belong_to_optimizer_objects(option):
+    given = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    with pytest.raises(ConfigError, match=rf"{option}=CosineDecay.*keras\.optimizers\.AdamW\(CosineDecay"):
+        trainer_of(**{option: given})
+
+
 def test_a_schedule_that_is_asked_for_takes_the_place_of_the_optimizers_rate():
     found = fit_line(keras.optimizers.SGD(0.9), 4, schedule="constant", learning_rate=0.02)
     np.testing.assert_allclose(found, descend([0.02] * 4), rtol=1e-5)

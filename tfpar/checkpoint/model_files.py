@@ -69,7 +69,8 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
         known = "the run beside it had examples of a program's own" if saved else "it is not in the workdir of a run"
         raise ConfigError(
             f"--model_file={path}: {known}, so its examples are not known. Name them: --dataset=..., and what else the "
-            "model was trained with, such as --validation_fraction and --seed, which say what was held out."
+            "model was trained with, such as --validation_fraction and --seed, which say what was held out. If only a "
+            "program has them, call evaluate or export of keras.saving.load_model(FILE) in it."
         )
     if dataset == CUSTOM or (given("dataset") and dataset != config.input.dataset):
         return config

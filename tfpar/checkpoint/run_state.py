@@ -102,11 +102,14 @@ def restore(
     if problems:
         shown = listed(problems, separator="; ")
         frozen = all(problem.split()[1].startswith("optimizer/") for problem in problems)
-        remedy = (
-            " Were layers frozen or unfrozen since it was written? Then continue training in another workdir; "
-            "warm_start=WORKDIR loads the weights."
-        )
-        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.{remedy if frozen else ''}")
+        if frozen:
+            remedy = (
+                "Were layers frozen or unfrozen since it was written? Then continue training in another workdir; "
+                "warm_start=WORKDIR loads the weights."
+            )
+        else:
+            remedy = "Build them as they were when it was written, or begin in another workdir."
+        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}. {remedy}")
     for name, variable in variables.items():
         _restore(variable, arrays, names[name])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import service
+from tfpar.inputs import service, structures
 from tfpar.inputs.source import Source, SourceInfo
 
 import tensorflow as tf
@@ -49,10 +49,14 @@ def check_same_shapes(train: SourceInfo, validation: SourceInfo) -> None:
         single = not (tf.nest.is_nested(of_train) or tf.nest.is_nested(of_validation))
         same = of_train.shape.is_compatible_with(of_validation.shape) if single else of_train == of_validation
         if not same:
-            found, expected = (spec.shape if single else spec for spec in (of_validation, of_train))
+            found, expected = (
+                spec.shape if single else structures.describe_specs(spec) for spec in (of_validation, of_train)
+            )
+            listed = isinstance(of_validation, tuple) and not tf.nest.flatten(validation.label_spec)
             raise ConfigError(
                 f"{validation.name}: the validation {what} have shape {found}, the training {what} "
                 f"{expected}. Give validation examples of the same shape as the training examples."
+                f"{' A list is several inputs; a tuple (x, y) has labels.' if listed else ''}"
             )
 
 

@@ -111,19 +111,30 @@ def resolve_losses(
 
     losses: list[Any] = []
     compiled.build = build_recorder  # `call` arranges the labels before it builds
-    compiled.call(y, outputs)
+    try:
+        compiled.call(y, outputs)
+    except (ValueError, KeyError):
+        if isinstance(y, dict) and isinstance(loss, dict):
+            _check_labels(y, [name for name, one in loss.items() if one is not None])
+        raise
     places = [_places(y), _places(outputs)]
     if any(id(leaf) not in places[0] for labels, _ in pairs for leaf in keras.tree.flatten(labels)):
-        missing = [entry.name for entry in losses if isinstance(y, dict) and entry.name not in y]
-        if not missing:
-            raise ValueError("labels and outputs have different names")
-        raise ValueError(
-            f"there are no labels for the output {missing[0]!r}. Labels are named: {', '.join(map(repr, y))}."
-        )
+        if isinstance(y, dict):
+            _check_labels(y, [entry.name for entry in losses])
+        raise ValueError("labels and outputs have different names")
     return [
         ResolvedLoss(entry.loss, entry.loss_weights, entry.name, *map(_indices, places, pair))
         for entry, pair in zip(losses, pairs, strict=True)
     ]
+
+
+def _check_labels(y: dict[str, Any], names: Sequence[str]) -> None:
+    """Raises ValueError if an output with one of these names has no labels."""
+    for name in names:
+        if name not in y:
+            raise ValueError(
+                f"there are no labels for the output {name!r}. Labels are named: {', '.join(map(repr, y))}."
+            )
 
 
 def resolve_metrics(

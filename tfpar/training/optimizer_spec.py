@@ -135,6 +135,23 @@ def with_own_accumulation(
     return copy, {**options, "accumulate_steps": steps}
 
 
+def refuse_schedule_objects(options: Mapping[str, Any]) -> None:
+    """Refuses an object of Keras where an option takes a number or a name.
+
+    Args:
+      options: Options that were given to `Trainer`.
+
+    Raises:
+      ConfigError: `learning_rate` or `schedule` is a Keras schedule.
+    """
+    for name in ("learning_rate", "schedule"):
+        if isinstance(given := options.get(name), keras.optimizers.schedules.LearningRateSchedule):
+            raise ConfigError(
+                f"{name}={type(given).__name__}(...): a schedule object belongs to an optimizer object. Give "
+                f"optimizer=keras.optimizers.AdamW({type(given).__name__}(...)), or a name, such as schedule='cosine'."
+            )
+
+
 def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:
     """The learning rate of an optimizer object, which a schedule given beside it scales.
 

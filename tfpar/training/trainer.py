@@ -28,7 +28,7 @@ from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.model import keras_arguments
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.objective import Goal, Objective, OwnGoal
-from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate, with_own_accumulation
+from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate, refuse_schedule_objects, with_own_accumulation
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
 from tfpar.training.start import check_runtime, initialize, with_plan
@@ -379,6 +379,7 @@ def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:
 def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], optimizer: Any) -> ExperimentConfig:
     """The configuration with single options replaced, and what an optimizer argument implies."""
     refuse_program_options(options, config)
+    refuse_schedule_objects(options)
     flat = (config or ExperimentConfig()).as_flat_dict()
     if config is None:  # the defaults would record names that were never used
         flat |= {"model": CUSTOM, "dataset": CUSTOM, "precision": precision.of_process()}

@@ -313,3 +313,8 @@ def test_pads_says_whether_the_pipeline_pads(count, options, replicas, pads):
     source = inputs.from_arrays(np.zeros((count, 3), np.float32), np.zeros(count, np.int32))
     config = InputConfig(dataset="arrays", global_batch_size=24, **options)
     assert inputs.Pipeline(source, config, replicas=replicas).pads == pads
+
+
+def test_inputs_must_be_given():
+    with pytest.raises(ConfigError, match=r"arrays: the inputs are None\. Give an array with one row per example"):
+        inputs.from_arrays(None, np.zeros(3))

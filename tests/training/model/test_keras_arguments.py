@@ -62,6 +62,20 @@ def test_predictions_do_not_read_labels():
     assert np.array_equal(trainer.predict((x, -y)), trainer.predict(x))
 
 
+def test_a_list_for_validation_is_several_inputs():
+    x, y = arrays()
+    message = r"\{'0': \['\(6,\)', 'float32'\], '1'.*A list is several inputs; a tuple \(x, y\) has labels"
+    with pytest.raises(ConfigError, match=message):
+        trainer_of().fit(x, y, steps=1, validation=[x, y])
+
+
+def test_a_stream_without_examples_is_named_by_its_argument():
+    nothing = tf.data.Dataset.from_tensor_slices(arrays()).take(0)
+    message = r"fit\(train=\.\.\.\): dataset: the stream has no examples\. Check what"
+    with pytest.raises(ConfigError, match=message):
+        trainer_of().fit(nothing, epochs=1)
+
+
 def test_an_ignored_class_is_no_matter_for_a_stream():
     x, y = arrays()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)

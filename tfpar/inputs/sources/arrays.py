@@ -100,6 +100,8 @@ def _stored_parts(
     name: str, x: Structure, y: Structure | None, sample_weight: Structure | None
 ) -> tuple[Structure, Structure, Structure]:
     """Returns copies of the inputs, labels and weights as they are kept; `()` for None."""
+    if x is None:
+        raise ConfigError(f"{name}: the inputs are None. Give an array with one row per example.")
     if sample_weight is not None and y is None:
         raise ConfigError(f"{name}: sample_weight needs labels, and y is None. Give y, or leave out sample_weight.")
     parts = {

@@ -114,7 +114,7 @@ class StreamSource:
         except tf.errors.OpError as error:
             raise stream_error(self, error) from error
         if not examples:
-            raise ConfigError(f"{self.name}: the stream has no examples.")
+            raise ConfigError(f"{self.name}: {_EMPTY}")
         return dataclasses.replace(self, examples=examples)
 
     def batches(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -169,6 +169,9 @@ class StreamSource:
 
 
 _READ_AT_ONCE = 64
+_EMPTY = (
+    "the stream has no examples. Check what its filter(), skip() or take() leave, and that a generator starts again."
+)
 
 
 def from_dataset(
@@ -249,10 +252,10 @@ def _unpack(name: str, element: tuple[Structure, ...]) -> tuple[Structure, Struc
 def _check_tensors(name: str, specs: Structure) -> None:
     for path, spec in structures.named_leaves(specs):
         if not isinstance(spec, tf.TensorSpec):
+            kind = type(spec).__name__.removesuffix("Spec")
             raise ConfigError(
                 f"{name}: the element's part {path or 'x'} is a {kind}, but must be a tensor. "
                 f"{structures.GAPS.get(kind, 'Convert it in the dataset.')}"
-            kind = type(spec).__name__.removesuffix("Spec")
             )
         if spec.shape.rank is None:
             raise ConfigError(
@@ -281,7 +284,7 @@ def is_batched(specs: Structure) -> bool:
 def stream_ended(source: StreamSource) -> TrainingError:
     """Returns the error for a stream that has no examples, or another number of them than it was declared to have."""
     if source.info.num_examples == UNKNOWN:
-        return TrainingError(f"{source.name}: the stream has no examples.")
+        return TrainingError(f"{source.name}: {_EMPTY}")
     return TrainingError(
         f"{source.name}: the stream does not have {source.info.num_examples} examples. Correct "
         "from_dataset(..., examples=N), or leave it out to have them counted."

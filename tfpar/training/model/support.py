@@ -30,6 +30,11 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
         with parameter servers, weights that a forward pass assigns. The message says what to do.
     """
     if not model.weights:  # even if a subclassed model without its own `build` is marked as built
+        if getattr(model, "inputs", None):  # made of layers that have none
+            raise ConfigError(
+                f"the model {model.name!r} has no weights, so there is nothing to train. Its own evaluate and predict "
+                "need no Trainer."
+            )
         raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
     if not model.trainable_variables:
         raise ConfigError(

@@ -183,9 +183,13 @@ def _checked(term: keras_compile.ResolvedMetric, y: tf.TensorSpec, outputs: tf.T
         pairs = [(sums[0], whole), (sums[1], part), (added, whole)]
         if all(_equal(_result(metric, state), expected) for state, expected in pairs):
             return found
+    if isinstance(metric, keras.metrics.MeanMetricWrapper):  # what Keras puts around a function
+        remedy = "A function of labels and outputs returns one value per example, as keras.ops.mean(..., axis=-1) does."
+    else:
+        remedy = "Use a metric that counts or averages with weights."
     raise ConfigError(
         f"metrics: {metric.name!r} cannot be summed over examples: its state must grow by addition, and an example of "
-        "sample_weight 0, which padding has, must add nothing to it. Use a metric that counts or averages with weights."
+        f"sample_weight 0, which padding has, must add nothing to it. {remedy}"
     )
 
 
