@@ -9,8 +9,10 @@ import itertools
 from tfpar.collectives import group as groups
 from tfpar.collectives.tensorflow import new_group
 from tfpar.exchange import Exchange
+from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.sparse_rows import SparseRows, densified, summed_by_row
 from tfpar.exchange.buckets import WireBytes
+from tfpar.exchange.compressed import CompressedReducer
 
 import numpy as np
 import pytest
@@ -220,3 +222,20 @@ def test_an_embedding_has_its_own_bucket_in_its_place():
     plain.build(shapes, workers=2)
     plain.restore(2, saved.__getitem__)
     np.testing.assert_array_equal(plain.export()["0/worker"], np.repeat([1.0, 2.0, 3.0], elements))
+
+
+def test_workers_that_send_different_numbers_of_bytes_choose_the_same(monkeypatch):
+    """With three workers in binary blocks, the last one sends two shards and the others three."""
+    spec, shapes = specs.parse("int8:pattern=binary_blocks"), [tf.TensorShape([5000, 16]), tf.TensorShape([64, 64])]
+    members = range(first := next(_first_members), first + 3)
+    chosen = []
+    for worker in members:
+        monkeypatch.setattr(groups, "_instance_keys", groups.InstanceKeys())
+        group = new_group(members, worker)
+        rows = CompressedReducer(spec, shapes, group, "CPU:0", 0, sparse=[0])._rows
+        sizes = [each.sizes.tolist() for each in rows._embeddings.values()]
+        chosen.append((rows.wire_bytes().sent, sizes, groups.allocate_instance_keys(1, group)))
+    sent, sizes, keys = zip(*chosen, strict=True)
+    assert sent[0] == sent[1] == 1.5 * sent[2]
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert keys[0] == keys[1] == keys[2]

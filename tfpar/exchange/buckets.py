@@ -35,10 +35,12 @@ class WireBytes:
     Attributes:
       payload: Bytes of this worker's encoded gradients.
       sent: Bytes that this worker sends, framing of the transport left out.
+      fewest: Bytes that the worker which sends the fewest sends: on all workers the same. None: all send as many.
     """
 
     payload: int
     sent: int
+    fewest: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,8 +87,9 @@ class PointToPoint:
 
     def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker; with `binary_blocks`, of this one."""
-        payload = self.codec.payload_bytes(self.shard_elements)
-        return WireBytes(payload * self._plan.shards, payload * self._plan.sent_shards(self._group.rank))
+        payload, plan = self.codec.payload_bytes(self.shard_elements), self._plan
+        fewest = min(map(plan.sent_shards, range(self._group.size)))
+        return WireBytes(payload * plan.shards, payload * plan.sent_shards(self._group.rank), payload * fewest)
 
     def _gather(
         self, phase: message_plans.Round, rows: dict[int, tf.Tensor], keys: Sequence[int], sent: list[tf.Tensor]

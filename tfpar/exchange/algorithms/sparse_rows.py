@@ -82,7 +82,8 @@ class SparseRows:
         self._embeddings: dict[int, _Embedding] = {}
         for index, (shape, wire) in embeddings.items():
             row_sent = (group.size - 1) * self._row_bytes(shape)
-            largest = min((wire.sent - 1) // row_sent if row_sent else 0, shape[0] - 1)
+            fewest = wire.sent if wire.fewest is None else wire.fewest  # all workers must decide the same
+            largest = min((fewest - 1) // row_sent if row_sent else 0, shape[0] - 1)
             if largest < 1:
                 continue
             sizes = _sizes(largest)
