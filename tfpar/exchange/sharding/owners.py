@@ -69,6 +69,7 @@ class UpdateInputs(NamedTuple):
       wanted: Whether the norm is wanted.
       arguments: See there.
       should_apply: See there.
+      reported: See there.
       update: See there.
       norms: See there.
     """
@@ -78,6 +79,7 @@ class UpdateInputs(NamedTuple):
     wanted: Any
     arguments: Any
     should_apply: ShouldApply
+    reported: Callable[[tf.Tensor], tf.Tensor]
     update: Update
     norms: Norms
 
@@ -117,6 +119,7 @@ class OwnersReducer(Reducer):
         sidecar: tf.Tensor,
         weights: Sequence[tf.Tensor],
         should_apply: ShouldApply,
+        reported: Callable[[tf.Tensor], tf.Tensor],
         update: Update,
         norms: Norms,
         wants_norm: tf.Tensor | None,
@@ -129,21 +132,22 @@ class OwnersReducer(Reducer):
           sidecar: Float32 vector, summed exactly.
           weights: The weights, the same on every replica.
           should_apply: Tells from the summed sidecar whether to update.
+          reported: Completes the summed sidecar with what other devices of the replica report. Runs once per worker.
           update: Runs once per worker and place in a replica: `(number of the place, sums of the pieces of each vector,
-            sums of the other tensors by index, summed sidecar, norm, *arguments)` to new values of the same sums.
+            sums of the other tensors by index, complete sidecar, norm, *arguments)` to new values of the same sums.
           norms: How norms are computed.
           wants_norm: Bool scalar: whether the norm of all sums is needed; None: always. Else it is zero.
           arguments: Further tensors for `update`.
 
         Returns:
-          New weights, those of before if there was no update; the summed sidecar; the norm of all gradient sums. The
+          New weights, those of before if there was no update; the complete sidecar; the norm of all gradient sums. The
           same bits on every replica.
         """
 
         def merged(
             strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
         ) -> Any:
-            inputs = UpdateInputs(sidecar, weights, wanted, arguments, should_apply, update, norms)
+            inputs = UpdateInputs(sidecar, weights, wanted, arguments, should_apply, reported, update, norms)
             return self._merged_update(strategy, gradients, inputs)
 
         wanted = tf.constant(True) if wants_norm is None else wants_norm

@@ -165,6 +165,7 @@ class ShardedReducer(OwnersReducer):
             scatter, whole = self._of_worker(strategy, gradients)
             own = [_first(strategy, value) for value in inputs.weights]
             vector, small = self.reduce_whole(whole, sum_local(strategy, inputs.sidecar))
+            vector = inputs.reported(vector)
 
             def apply() -> Any:
                 given = [_first(strategy, value) for value in inputs.arguments]

@@ -65,13 +65,13 @@ class ShardedStep(TrainStep):
             vector,
             weights,
             should_apply=should_apply,
+            reported=self._reported,  # with the denominator, which the last stage alone may know
             update=self._update_share,
             norms=Norms(norms.l2_norm, self._joined_norm),
             wants_norm=None if self._clip_norm else wants_norm,
             # Read here, once: a schedule of the optimizer's own goes on with the update of its first place.
             arguments=[self.learning_rate(step, lr_multiplier)],
         )
-        vector = self._reported(vector)
         exchanged = self._replica_clock([vector, *weights])
         done = tf.cond(
             should_apply(vector),
