@@ -109,6 +109,15 @@ def test_penalties_of_weights_of_both_stages_count_once(tmp_path):
     assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
 
 
+def test_stages_leave_out_the_same_steps(tmp_path):
+    """The last worker alone has the loss, which overflows in one of the steps."""
+    options = {"model": "overflowing", "accumulate_steps": 2, "steps": 6}
+    (found,) = on_workers(2, tmp_path / "out", {"mesh": "data:1,pipeline:2", **options})
+    expected = divided.here(**options)
+    assert 0 < expected.results["skipped_steps"] < 6
+    assert_close(found, divided.weights_of(expected))
+
+
 def test_four_workers_hold_a_pipeline(tmp_path):
     """State in every stage, shortcuts past stages, losses of layers, a layer on two workers, several outputs whose
     losses are divided by different numbers."""

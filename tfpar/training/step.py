@@ -58,7 +58,7 @@ class TrainStep:
         contribution = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
         gradients, packed, state, assigned = contribution
         norm, replicas = self._own_norm(gradients), self.replicas
-        vector = Sidecar.flag(packed, norm * float(replicas) if replicas > 1 else norm)
+        vector = self._flagged(packed, norm * float(replicas) if replicas > 1 else norm)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
         computed = self._replica_clock([vector])
         first = self._replica_clock(early) if early else computed
@@ -303,6 +303,10 @@ class TrainStep:
     def _own_norm(self, gradients: Any) -> tf.Tensor:
         """Norm of this replica's contribution; not finite if some of it is not."""
         return self._norm(gradients)
+
+    def _flagged(self, packed: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
+        """This replica's part of the sidecar, see `Sidecar.flag`."""
+        return Sidecar.flag(packed, norm)
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:
         """The summed sidecar, with the reports of the replica's other devices."""

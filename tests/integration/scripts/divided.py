@@ -263,6 +263,12 @@ def spoiled() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(48, "tanh")(x)))
 
 
+def overflowing() -> keras.Model:
+    """A loss whose sum overflows for some batches, while its gradients do not."""
+    layers = [keras.layers.Dense(64, "tanh", name=name) for name in ("first", "second", "third")]
+    return keras.Sequential([keras.Input((12,)), *layers, keras.layers.Dense(1)])
+
+
 MODELS = {
     "dense": dense,
     "shared_statistics": shared_statistics,
@@ -289,6 +295,7 @@ MODELS = {
     "ignoring": functools.partial(branches, has_pair=True),
     "own_mask": own_mask,
     "spoiled": spoiled,
+    "overflowing": overflowing,
 }
 IMAGES = ("vit", "resnet", "synchronised_resnet")
 
@@ -312,6 +319,8 @@ def data(model: str) -> tuple[Any, Any]:
         return tokens, {"kind": tokens, "size": tokens[..., None].astype(np.float32)}
     if model == "spoiled":
         x[40] = 1e7
+    if model == "overflowing":
+        return x, np.where(np.arange(EXAMPLES)[:, None] // 6 == 10, np.float32(3e38), x[:, :1])
     if model in ("branches", "ignoring"):
         return {"first": x, "second": x[::-1].copy()}, {"kind": kinds, "size": x[:, :1]}
     return x, kinds
@@ -366,6 +375,8 @@ def made(model: str, options: dict[str, Any], runtime: tfpar.Runtime | None) -> 
     if model == "ignoring":  # the losses are divided by different numbers
         loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1), "size": "mse"}
         metrics = {}
+    if model == "overflowing":
+        loss, metrics = "mae", []
     if model == "own_mask":
         loss, metrics = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}, {}
     mesh = config.strategy.mesh

@@ -222,6 +222,12 @@ class OverWorkersStep(PipelineStep):
         del wants_norm  # a collective in one branch would need one in the other
         return self._norm_by_place(gradients)
 
+    def _flagged(self, packed: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
+        """See `TrainStep`. All workers must decide the same, but the last one alone may have a loss that is not finite
+        while gradients are."""
+        vector = super()._flagged(packed, norm)
+        return tf.concat([tf.minimum(self._sum(vector[: sidecar.COUNT]), 1.0), vector[sidecar.COUNT :]], axis=0)
+
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:
         """The sidecar with loss and metrics of all stages of the replica. Flag and count are the same on each."""
         length = self.sidecar.report_length
