@@ -67,6 +67,17 @@ def test_workers_that_find_no_whole_one_do_not_start_over(stopped, tmp_path):
     assert re.search(r"every checkpoint in \S+ is damaged \(steps 10, 20\)", result.stdout)
 
 
+def test_workers_that_go_on_without_a_codec_write_checkpoints(stopped, tmp_path):
+    """They have residuals from the restored checkpoint on, not before."""
+    workdir = pathlib.Path(shutil.copytree(stopped, tmp_path / "run"))
+    result = launch(2, CLASSIFY, *FLAGS, "--exchange=none", "--steps=30", f"--workdir={workdir}")
+    assert result.returncode == 0, result.stdout
+    assert "applying the previous exchange's residual in the next step" in result.stdout
+    assert "could not be written" not in result.stdout
+    files = {path.name for path in (workdir / "checkpoints" / "step-000000030").iterdir()}
+    assert {"exchange-0.safetensors", "exchange-1.safetensors"} <= files
+
+
 def test_a_workdir_that_the_workers_do_not_share_is_refused(stopped, tmp_path):
     # Each worker runs in a directory of its own, and takes the same relative path for another place.
     script = tmp_path / "apart.py"

@@ -66,11 +66,8 @@ class RunFiles:
         self._told_of_bad_state = False
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
-        keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
         # The first workers that have all weights between them write them, each its parts.
         self._writes_weights = topology.is_chief or topology.worker in range(1, topology.weight_workers)
-        keeps_more = topology.synchronous and (bool(program.exchange.state) or keeps_position)
-        self._writes = self._writes_weights or keeps_more or program.rounds is not None
         self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
         self._checkpointer: checkpoints.Checkpointer | None = None
         if self._workdir:
@@ -87,6 +84,15 @@ class RunFiles:
     def failures(self) -> list[str]:
         """Checkpoints that could not be written, one line each."""
         return self._checkpointer.failures if self._checkpointer else []
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this worker has anything to write. An exchange of `none` has residuals once those of an earlier one
+        are restored."""
+        program = self._program
+        keeps_position = isinstance(self._pipeline, inputs.StreamPipeline | inputs.MadePipeline)
+        keeps_more = program.topology.synchronous and (bool(program.exchange.state) or keeps_position)
+        return self._writes_weights or keeps_more or program.rounds is not None
 
     def save(self, state: LoopState) -> None:
         """Starts writing a checkpoint. It is the best one if the best evaluation so far was of this step.
