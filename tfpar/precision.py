@@ -124,6 +124,22 @@ def update(
     return LossScale(scale, tf.where(grows, 0, good_steps))
 
 
+def difference(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """`one - other` as float32. Of float64 values, which may be counts, the difference is rounded, not the values."""
+    wide = _at_least_float32(one)
+    return tf.cast(tf.cast(one, wide) - tf.cast(other, wide), tf.float32)
+
+
+def moved(value: tf.Tensor, change: tf.Tensor) -> tf.Tensor:
+    """`value + change`, for a float32 change, in the dtype of the value; computed in float32, or in float64."""
+    wide = _at_least_float32(value)
+    return tf.cast(tf.cast(value, wide) + tf.cast(change, wide), value.dtype)
+
+
+def _at_least_float32(value: tf.Tensor) -> tf.DType:
+    return tf.float64 if value.dtype == tf.float64 else tf.float32
+
+
 def loss_divisor(weight: tf.Tensor, *, counted: bool = False) -> Any:
     """The number by which the loss of a micro-batch is divided for the backward pass.
 

@@ -168,3 +168,13 @@ def test_it_compiles():
     for found, given in zip(state, local.state, strict=True):
         assert found.dtype == given.dtype
         np.testing.assert_allclose(found, given, rtol=1e-6)
+
+
+def test_a_count_in_float64_goes_on_past_the_integers_of_float32():
+    before = [tf.constant(2.0**24, tf.float64)]
+    layout = Sidecar.of([keras.Variable(before[0], trainable=False, dtype="float64")], [], 2)
+    part = contribution(4.0, 1.0)._replace(state=[before[0] + 1.0], metrics=[])
+    total = 2 * vector_of(layout, part, before)
+    [after] = layout.state(total, layout.base(before, part.state))
+    assert after.dtype == tf.float64
+    assert after == 2.0**24 + 1.0

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfpar.optim.keras_internals import is_seed_state
+from tfpar.precision import difference, moved
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.objective import LocalSums, Tensors
@@ -112,7 +113,7 @@ class Sidecar:
           before: The model's non-trainable variables before the step, the same on all replicas.
         """
         state = [
-            (tf.cast(after, tf.float32) - tf.cast(old, tf.float32)) * sums.count
+            difference(after, old) * sums.count
             for after, old, averaged in zip(sums.state, before, self.averaged, strict=True)
             if averaged
         ]
@@ -148,7 +149,7 @@ class Sidecar:
         traveled = iter([tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)])
         count = tf.maximum(vector[COUNT], 1e-30)
         return [
-            tf.cast(tf.cast(value, tf.float32) + next(traveled) / count, value.dtype) if averaged else value
+            moved(value, next(traveled) / count) if averaged else value
             for value, averaged in zip(base, self.averaged, strict=True)
         ]
 

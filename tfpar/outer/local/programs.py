@@ -19,6 +19,7 @@ from tfpar.outer.local.weights import TwoSets, function
 from tfpar.parallel import replica
 from tfpar.parallel.pipeline.devices import beside, call_beside
 from tfpar.parallel.split import split_of
+from tfpar.precision import difference
 
 import keras
 import numpy as np
@@ -130,7 +131,7 @@ class FragmentPrograms:
         moved = []
         for old, new in zip(replica.read(self.outer), replica.read(self.model), strict=True):
             with beside(new):  # if the share is 0, values may be NaN
-                moved.append(tf.math.multiply_no_nan(tf.cast(old, tf.float32) - tf.cast(new, tf.float32), share))
+                moved.append(tf.math.multiply_no_nan(difference(old, new), share))
         flags = flag * tf.one_hot(self._worker, self._workers)
         state = [tf.reshape(each, [-1]) for each in moved[self._size :]]
         return [*moved[: self._size], tf.concat([tf.stack([share, squared]), flags, *state], axis=0)]

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tfpar import precision
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import OuterConfig
 from tfpar.config.sections.outer import AUTO
@@ -309,7 +310,7 @@ class Rounds:
         moved = []
         for old, new in zip(outer, inner, strict=True):
             with beside(new):  # if the share is 0, values may be NaN
-                moved.append(tf.math.multiply_no_nan(tf.cast(old, tf.float32) - tf.cast(new, tf.float32), part))
+                moved.append(tf.math.multiply_no_nan(precision.difference(old, new), part))
         count = len(self._weights)
         vector = tf.concat([[part], *(tf.reshape(each, [-1]) for each in moved[count:])], axis=0)
         # An exchange with residuals needs to know whether a step follows; here one always does.
@@ -317,7 +318,7 @@ class Rounds:
         shapes = [variable.shape for variable in self._state]
         changes = tf.split(vector[1:], [math.prod(shape) for shape in shapes]) if shapes else []
         state = [
-            tf.cast(tf.cast(old, tf.float32) - tf.reshape(change, shape), old.dtype)
+            precision.moved(old, -tf.reshape(change, shape))
             for old, change, shape in zip(outer[count:], changes, shapes, strict=True)
         ]
         return self._apply([tf.convert_to_tensor(each) for each in mean], state)
