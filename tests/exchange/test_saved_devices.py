@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfpar.collectives.tensorflow import new_group
 from tfpar.config import ConfigError
-from tfpar.exchange import DevicesOfReplica
+from tfpar.exchange import DevicesOfReplica, Exchange
 from tfpar.exchange import spec as specs
 from tfpar.exchange.per_device import (
     PlacesReducer,
@@ -22,6 +22,15 @@ import tensorflow as tf
 DIVIDED = [tf.TensorShape([64, 64]), tf.TensorShape([64, 32]), tf.TensorShape([7])]  # on a device
 WHOLE = [tf.TensorShape([64, 64]), tf.TensorShape([64, 64]), tf.TensorShape([7])]
 CPUS = ["CPU:0", "CPU:1"]
+
+
+def exchange_of_two_devices(spec: str) -> Exchange:
+    """That of the first of two workers."""
+    exchange, replica = Exchange(spec), places_that_divide([1], 3, 2)
+    variables = [tf.TensorSpec(shape) for shape in DIVIDED]
+    strategy = tf.distribute.MirroredStrategy(CPUS)
+    exchange.build(variables, strategy=strategy, group=new_group((0, 1), 0), per_device=replica)
+    return exchange
 
 
 def reducer_of(shapes: list[tf.TensorShape], replica: DevicesOfReplica) -> PlacesReducer:
@@ -59,3 +68,11 @@ def test_other_parts_are_refused(shapes, replica, said):
     saved = of_two_devices()
     with pytest.raises(ConfigError, match=f"--mesh: {said}"):
         check_saved_devices(reducer_of(shapes, replica), 2, lambda _: saved.export())
+
+
+def test_an_exchange_of_none_refuses_what_it_would_lose():
+    saved = exchange_of_two_devices("int4:min_elements=64")
+    exchange_of_two_devices("none").restore(2, lambda _: saved.export())  # all are zero
+    saved.state[1].assign(tf.ones_like(saved.state[1]))
+    with pytest.raises(ConfigError, match="a residual that has not been applied yet, of replicas of several devices"):
+        exchange_of_two_devices("none").restore(2, lambda _: saved.export())

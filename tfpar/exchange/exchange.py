@@ -192,7 +192,7 @@ class Exchange:
 
         With the same workers, buckets and shards, every worker restores its own residuals, bit for bit. Otherwise
         worker 0 gets their sum over the workers. If nothing is encoded any more, the sum is applied with the first
-        finite gradients.
+        finite gradients; not with replicas of several devices.
 
         Args:
           workers: Number of workers of the saved run.
@@ -202,7 +202,10 @@ class Exchange:
           ConfigError: This exchange encodes other tensors, or has others in shards, or has no residuals.
         """
         check_saved_devices(self._reducer, workers, read)
-        if not self._reducer.state and (elements := residuals.pending_elements(workers, read)):
+        if isinstance(self._reducer, PlacesReducer):
+            if not self._reducer.state:
+                residuals.check_none_of_places(workers, read)
+        elif not self._reducer.state and (elements := residuals.pending_elements(workers, read)):
             self._reducer = self._pending_reducer(as_encoded_before(self._spec, self._shapes, elements))
         self._reducer.restore(workers, read)
 

@@ -75,6 +75,21 @@ def pending_elements(workers: int, read: Callable[[int], Mapping[str, np.ndarray
     return total.size if total.any() else 0
 
 
+def check_none_of_places(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
+    """Refuses residuals of the devices of replicas, which no longer encode anything; see `Exchange.restore`.
+
+    Raises:
+      ConfigError: There are residuals that are not zero.
+    """
+    saved = (pair for rank in range(workers) for pair in read(rank).items())
+    if any(array.any() for name, array in saved if name.rpartition("/")[2] in RESIDUALS):
+        raise ConfigError(
+            "--exchange: the checkpoint holds a residual that has not been applied yet, of replicas of several "
+            "devices. Nothing is encoded in this run, so it would be lost. Resume with the previous --exchange and "
+            "several workers, or start in another workdir with --warm_start."
+        )
+
+
 def exported(bucket: Bucket, rank: int) -> dict[str, np.ndarray]:
     """Copies of a worker's state of a bucket by role, without padding."""
     padding, arrays = _padding(bucket), {role: np.array(one.numpy()) for role, one in bucket.state.items()}
