@@ -75,6 +75,12 @@ def set_policy(config: PrecisionConfig) -> keras.DTypePolicy:
     return chosen
 
 
+def match_process(config: PrecisionConfig) -> None:
+    """Makes a precision the default of the process if it has another; unlike `set_policy`, changes nothing else."""
+    if config.precision != of_process():
+        keras.config.set_dtype_policy(policy(config.precision))
+
+
 def uses_loss_scale(precision: str) -> bool:
     """Whether a precision needs loss scaling: float16 does; bfloat16 has the range of float32."""
     return policy(precision).compute_dtype == "float16"

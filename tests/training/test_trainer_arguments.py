@@ -11,6 +11,7 @@ from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 from tfpar.training.start import check_runtime, with_plan
 
+import keras
 import pytest
 
 
@@ -112,6 +113,19 @@ def test_options_that_contradict_the_runtime_are_refused(options, message, given
         options = {"config": ExperimentConfig.from_flat_dict(options)}
     with pytest.raises(ConfigError, match=message):
         tfpar.Trainer(model, loss=SPARSE, runtime=runtime, **options)
+
+
+def test_a_model_is_built_in_the_precision_of_its_trainer_also_with_a_runtime():
+    runtime = tfpar.initialize(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
+    trainer = tfpar.Trainer(model, loss=SPARSE, runtime=runtime, precision="mixed_bfloat16")
+    assert trainer.model.layers[0].compute_dtype == "bfloat16"
+    assert keras.config.dtype_policy().name == "float32"
+
+
+@pytest.mark.parametrize("given", [lambda x: x, keras.layers.RandomFlip])
+def test_an_augmentation_that_is_no_layer_is_refused(given):
+    with pytest.raises(ConfigError, match=r"augmentation=.* is not a Keras layer\. Give one, e\.g\."):
+        tfpar.Trainer(model, loss=SPARSE, augmentation=given)
 
 
 def test_options_that_the_runtime_resolves_agree_with_it():

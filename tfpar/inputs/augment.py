@@ -152,20 +152,29 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_LAYERS))
 
 
-def build(text: str, seed: int = 0) -> keras.Sequential | None:
+def build(text: str, seed: int = 0, given: keras.layers.Layer | None = None) -> keras.layers.Layer | None:
     """Builds the augmentation that `--augment` names.
 
     Args:
       text: Names with amounts, applied in this order, e.g. `"crop:4,flip"`; `"none"` or empty for
         no augmentation.
       seed: Seed of the layers' generators; each layer has its own generator.
+      given: A layer that a program gives instead.
 
     Returns:
-      A model without weights, or None for no augmentation.
+      The given layer, a model without weights, or None for no augmentation.
 
     Raises:
-      ConfigError: An unknown name (with suggestions), or an amount that is missing or out of range.
+      ConfigError: An unknown name (with suggestions), an amount that is missing or out of range, or something given
+        that is no layer.
     """
+    if isinstance(given, keras.layers.Layer):
+        return given
+    if given is not None:
+        raise ConfigError(
+            f"augmentation={given!r} is not a Keras layer. Give one, e.g. keras.layers.RandomFlip(), several in a "
+            "keras.Sequential, or a function in a keras.layers.Lambda."
+        )
     parts = _parse(text)
     if not parts:
         return None

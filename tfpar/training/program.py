@@ -122,8 +122,7 @@ class Program:
             adapt_model(built, config.train, original, announced=reports)
             recompute_activations(built, config.train.recompute, announced=reports)
             summary = placing.place(built, config, announced=reports)
-            if augmentation is None:
-                augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
+            augmentation = inputs.build_augmentation(config.input.augment, config.train.seed, augmentation)
             metrics, replicas = own_metrics(built, goal.metric_names()), strategy.num_replicas_in_sync
             parts = built, objective_of(built, goal), augmentation, metrics, replicas
             core = placing.core_class(*parts, unrolls=placing.several)

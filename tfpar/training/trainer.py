@@ -132,6 +132,7 @@ class Trainer:
         try:
             self.runtime = runtime or initialize(config, complete=True, model=model, optimizer=spec, layout=layout)
             config = with_plan(config, self.runtime.options)
+            precision.match_process(config.precision)
             self.program = Program.build(
                 config, self.runtime, model=model, optimizer=spec, goal=aim, augmentation=augmentation, layout=layout
             )
@@ -141,6 +142,7 @@ class Trainer:
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)
         self._between_runs = AveragesBetweenRuns()
+        self._read_checkpoint = False
         self._ignore_class: int | None = getattr(goal.loss, "ignore_class", None)
 
     def fit(
@@ -187,10 +189,9 @@ class Trainer:
         """
         keras_arguments.refuse("fit", others)
         self._refresh()
-        counts = self._counts_epochs(steps, epochs)
+        counts = in_epochs(self.config.train, steps, epochs)  # then the number of examples must be known
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
-        hooks = check_hooks(hooks)
-        callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
+        hooks, callbacks = check_hooks(hooks), check_callbacks(callbacks, self.topology, self.config.train.shard)
         self._build_augmentation(train)
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
@@ -201,6 +202,7 @@ class Trainer:
             failure.peer_errors_named(self.topology.cluster),
             self.program.left_to_user(self._between_runs),
         ):
+            self._read_checkpoint = True
             arguments = (train, validation, steps, epochs, hooks, callbacks, closing)
             return start_run(self.program, self._evaluator, *arguments).run()
 
@@ -287,6 +289,8 @@ class Trainer:
                 f"--strategy=parameter_server {what} with a model that is trained, use --strategy=one_device, mirrored "
                 "or multi_worker."
             )
+        if not self._read_checkpoint:
+            keras_arguments.warn_of_checkpoint(self.config.checkpoint.workdir)
 
     @property
     def config(self) -> ExperimentConfig:
@@ -342,10 +346,6 @@ class Trainer:
             "ignore_class": self._ignore_class,
             "on_bad_record": self.config.input.on_bad_record,
         }
-
-    def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
-        """Whether the length of the run is given in epochs, for which the number of examples must be known."""
-        return in_epochs(self.config.train, steps, epochs)
 
     def _sources(
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool

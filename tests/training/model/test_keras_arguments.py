@@ -76,6 +76,24 @@ def test_a_stream_without_examples_is_named_by_its_argument():
         trainer_of().fit(nothing, epochs=1)
 
 
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_a_checkpoint_that_was_not_read_is_noticed(method, tmp_path, caplog):
+    def call(trainer):
+        caplog.clear()
+        getattr(trainer, method)(source())
+        return "only fit reads it" in caplog.text
+
+    options = {"workdir": str(tmp_path), "eval_every": 1}
+    first = trainer_of(**options)
+    assert not call(first)  # there is none
+    first.fit(source(), steps=1, hooks=[tfpar.Hook(1, lambda state: print(getattr(first, method)(source())))])
+    assert "only fit" not in caplog.text
+    second = trainer_of(**options)
+    assert call(second)
+    second.fit(source(), steps=1)
+    assert not call(second)
+
+
 def test_an_ignored_class_is_no_matter_for_a_stream():
     x, y = arrays()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tfpar import inputs
+from tfpar.checkpoint import checkpointer
 from tfpar.config import ConfigError
 
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 _INSTEAD = {
     "batch_size": "the batch is Trainer(global_batch_size=...), over all replicas, or Trainer(eval_batch_size=...)",
@@ -63,6 +67,17 @@ def as_full_source(argument: str, *data: Any, **options: Any) -> inputs.ReadSour
     if not source.info.num_examples:
         raise ConfigError(f"{argument}: {source.info.name} is empty. Give it at least one example.")
     return source
+
+
+def warn_of_checkpoint(workdir: str) -> None:
+    """Warns if a workdir has a checkpoint, before its trainer evaluates or predicts without having read it."""
+    if workdir and checkpointer.has_any(workdir):
+        _log.warning(
+            "--workdir=%s has a checkpoint, but only fit reads it: the model is evaluated with the weights that it has "
+            "now. Call fit first, which takes no step if the run is finished, or give warm_start=%s.",
+            workdir,
+            workdir,
+        )
 
 
 def as_inputs(argument: str, data: Any, **options: Any) -> inputs.ReadSource:
