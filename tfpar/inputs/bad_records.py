@@ -161,8 +161,10 @@ def diagnose_values(info: SourceInfo, index: int, x: Structure, y: Structure) ->
             if structures.is_integer(values.dtype):
                 label = values[bad].flat[0]
                 reason = f"has label {label}, but labels must be 0 to {info.num_classes - 1}"
-                if info.num_classes <= 1:  # which was found out from labels, none of them larger than 0
+                if info.num_classes <= 1 and label < 0:  # it was found out from labels, none of them larger than 0
                     reason = f"has label {label}, but labels are class numbers, from 0 on"
+                elif info.num_classes == 1:
+                    reason = f"has label {label}, but num_classes=1 allows 0 alone; labels 0 and 1 are two classes"
             else:
                 reason = f"has NaN or infinity in its {which} ({int(bad.sum())} of {values.size} values)"
             return BadExample(index, file_of(info, index), reason)

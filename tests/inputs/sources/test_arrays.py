@@ -318,3 +318,8 @@ def test_pads_says_whether_the_pipeline_pads(count, options, replicas, pads):
 def test_inputs_must_be_given():
     with pytest.raises(ConfigError, match=r"arrays: the inputs are None\. Give an array with one row per example"):
         inputs.from_arrays(None, np.zeros(3))
+
+
+def test_two_classes_that_are_called_one_are_refused_with_the_right_number():
+    with pytest.raises(ConfigError, match=r"label 1, but num_classes=1 allows 0 alone; labels 0 and 1 are two classes"):
+        inputs.from_arrays(np.zeros((3, 2)), np.array([0, 1, 1]), num_classes=1)
