@@ -14,5 +14,5 @@ def listed(parts: Sequence[str], most: int = 8, separator: str = ", ") -> str:
       separator: What separates them: "; " where parts contain commas.
     """
     more = len(parts) - most
-    last = f"{separator.rstrip().strip(',')} and {more} more" if more > 0 else ""
+    last = f"{separator.strip(', ')} and {more} more" if more > 0 else ""
     return separator.join(parts[:most]) + last

@@ -238,7 +238,7 @@ class Trainer:
           ConfigError: The strategy is `parameter_server`, whose chief evaluates during training.
         """
         keras_arguments.refuse("evaluate", others)
-        self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
+        self._check_before_reading("evaluates while it trains: give fit(validation=...). To evaluate")
         if y is None and isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
             return {name: self._evaluate(f"evaluate({name})", callbacks, each) for name, each in source.items()}
         return self._evaluate("evaluate(source=...)", callbacks, source, y, sample_weight)
@@ -274,7 +274,7 @@ class Trainer:
           ConfigError: The strategy is `parameter_server`.
         """
         keras_arguments.refuse("predict", others)
-        self._check_synchronous("does not predict. To predict")
+        self._check_before_reading("does not predict. To predict")
         self._refresh()
         callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
         source = keras_arguments.as_inputs("predict(source=...)", source, **self._reading)
@@ -283,7 +283,7 @@ class Trainer:
         with keras_callbacks.predicting(callbacks, self.program) as calls:
             return self._predictor(source, calls=calls)
 
-    def _check_synchronous(self, what: str) -> None:
+    def _check_before_reading(self, what: str) -> None:
         if not self.topology.synchronous:
             raise ConfigError(
                 f"--strategy=parameter_server {what} with a model that is trained, use --strategy=one_device, mirrored "

@@ -141,6 +141,5 @@ def check_model(model: keras.Model, options: FederatedConfig) -> None:
     if options.noise_multiplier and state:
         raise ConfigError(
             f"--noise_multiplier={options.noise_multiplier}: the model has state that clients would send without noise "
-            f"({listed(state, 3)}). Use layer or group normalisation instead of batch "
-            "normalisation."
+            f"({listed(state, 3)}). Use layer or group normalisation instead of batch normalisation."
         )

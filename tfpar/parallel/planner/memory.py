@@ -178,7 +178,7 @@ def _exchange(weights: Sequence[Weight], plan: Plan, where: _Where) -> int:
     if plan.mesh.data == 1 or plan.shard == "weights":
         return 0
     trained = sum(weight.size for weight in weights if weight.trainable)
-    return int(trained * (1.0 if where.workers > 1 and where.once == 1.0 else where.once))
+    return int(trained * where.once)
 
 
 def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: int, state: int, *, in_groups: bool) -> int:
