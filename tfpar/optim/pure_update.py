@@ -80,8 +80,10 @@ def pure_apply(
 
 
 def apply_reached(view: Any, gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
-    """Applies the gradients that are not None, of which Keras would warn for each device and trace."""
-    pairs = [(gradient, own) for gradient, own in zip(gradients, variables, strict=True) if gradient is not None]
+    """Applies the gradients that are not None, of which Keras would warn for each device and trace, and leaves out
+    weights without elements, which another worker of a pipeline updates."""
+    reached = (pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None)
+    pairs = [(gradient, own) for gradient, own in reached if math.prod(own.shape)]
     if pairs:
         # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
         view.apply([tf.convert_to_tensor(gradient) for gradient, _ in pairs], [own for _, own in pairs])

@@ -7,6 +7,7 @@ If a replica spans several workers, reading a whole value is a collective call o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +40,9 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     if held.here:
         move_to_devices(variable, held.split, place, held.layer_peers)
     else:
-        # The value is not needed, but reading it may be a collective call.
-        keras_internals.replace_value(variable, np.zeros([0], keras_deferred.value_on_host(variable).dtype))
+        # The value is not needed, but reading it may be a collective call. An optimizer may tell matrices from others.
+        value = keras_deferred.value_on_host(variable)
+        keras_internals.replace_value(variable, np.zeros([0] * max(value.ndim, 1), value.dtype))
         mark_place(variable, place)
     mark_held(variable, held)
 
@@ -333,14 +335,17 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
 def keep_rows_and_columns_whole(optimizer: keras.optimizers.Optimizer) -> None:
     """Gives Adafactor's means of rows and columns, just built for parts, the shapes that they have for whole weights.
 
-    They are small, and every device keeps all of them.
+    They are small, and every device keeps all of them, but no worker keeps those of other workers' weights.
     """
     for index, weight in enumerate(keras_internals.trainable_variables(optimizer)):
         slots, shape, place = rows_and_columns(optimizer, index), shape_of(weight), place_of(weight)
+        held = held_by(weight)
         for slot, whole_shape in zip(slots, (shape[:-1], (*shape[:-2], *shape[-1:])), strict=bool(slots)):
-            if tuple(slot.shape) != whole_shape:
+            if tuple(slot.shape) != whole_shape and (held is None or held.here):
                 with at(place):
                     keras_internals.replace_value(slot, np.zeros(whole_shape, _dtype(slot)))
+            if held:
+                mark_held(slot, dataclasses.replace(held, shape=whole_shape, split=None))
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> list[keras.Variable]:

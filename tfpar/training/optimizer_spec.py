@@ -11,6 +11,7 @@ from typing import Any
 from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_internals, keras_rates, optimizers
+from tfpar.parallel.held import held_by
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import keep_rows_and_columns_whole, keeps_slots_beside, model_split_of, split_of
 
@@ -81,7 +82,7 @@ class OptimizerSpec:
         if any(split_of(variable) or place_of(variable) is not None for variable in variables):
             keeps_slots_beside(optimizer)
         optimizer.build(variables)
-        if any(model_split_of(variable) for variable in variables):
+        if any(model_split_of(variable) or held_by(variable) for variable in variables):
             keep_rows_and_columns_whole(optimizer)
         return optimizer
 

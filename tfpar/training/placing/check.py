@@ -29,19 +29,16 @@ def check_on_topology(config: ExperimentConfig, topology: Topology) -> None:
 def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
     name, mesh = config.optimizer.optimizer, topology.mesh
-    sharded = config.train.shard != "none" and topology.replicas > 1
-    # An owner of a shard has whole tensors of its stage, and none of the others.
-    owns = sharded and config.train.shard in ("optimizer", "gradients")
-    spans = mesh.pipeline > 1 and topology.replica_workers > 1
-    # Without shards, the devices of a model axis put whole tensors together.
-    divides = (mesh.model > 1 and sharded) or (spans and not owns)
-    shards = sharded and config.train.shard == "weights"
-    if name in optimizers.NEEDS_WHOLE and (divides or shards):
-        by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
-        instead = "--shard=optimizer" if mesh.model == 1 and topology.replicas > 1 else "--mesh=data:... alone"
-        if mesh.model > 1 and not spans:
-            instead = "leave --shard out"
-        raise ConfigError(
-            f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
-            f"such as adamw, or {instead}."
-        )
+    if name not in optimizers.NEEDS_WHOLE or config.train.shard == "none" or topology.replicas == 1:
+        return
+    # Without shards, the devices of a model axis put whole tensors together. An owner of a shard has whole tensors.
+    if mesh.model > 1:
+        by, instead = f"--mesh={config.strategy.mesh}", "leave --shard out"
+    elif config.train.shard == "weights":
+        by, instead = "--shard=weights", "--shard=optimizer"
+    else:
+        return
+    raise ConfigError(
+        f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
+        f"such as adamw, or {instead}."
+    )

@@ -113,9 +113,9 @@ def _refusals(
         mesh = plan.mesh
         spans = max(1, mesh.devices_of_replica // machine.devices)
         over_workers = mesh.pipeline > 1 and spans > 1
-        joined = facts.joins_parts and plan.shard == "none" and not over_workers
-        divided = (mesh.model > 1 and not joined) or (over_workers and plan.shard == "none")
-        if divided and not facts.elementwise:
+        divided = mesh.model > 1 or (over_workers and plan.shard == "none")
+        joined = facts.joins_parts and (plan.shard == "none" or mesh.model == 1)
+        if divided and not joined and not facts.elementwise:
             return "the optimizer needs whole tensors, which are divided over devices"
         options = plan.options()
         if keeps_exchange:
