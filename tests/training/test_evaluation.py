@@ -5,7 +5,9 @@ from __future__ import annotations
 import tfpar
 from tfpar import inputs
 from tfpar.checkpoint import checkpointer
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.parallel.split import whole
+from tfpar.training.placing.base import Placing
 
 import keras
 import numpy as np
@@ -234,3 +236,15 @@ def test_a_run_without_a_workdir_says_that_nothing_is_kept_and_a_finished_one_ho
     assert not any("nothing of this run" in line for line in messages)
     assert "this run is finished (step 6 of 6); more --epochs would continue it" in messages
     assert any(line.startswith("\nresult\n  steps") for line in messages)
+
+
+def test_a_worker_that_is_not_counted_adds_nothing(monkeypatch):
+    """Of the workers that divide a replica's layers, one counts; a loss that is not finite is not counted either."""
+    added: list[np.ndarray] = []
+    monkeypatch.setattr(Placing, "adds_sums", False)
+    monkeypatch.setattr(WorkerAgreement, "sum_arrays", lambda self, own: added.append(own) or own)
+    layers = keras.Input((6,)), keras.layers.Dense(CLASSES), *(keras.layers.Rescaling(1e30) for _ in range(2))
+    trainer_on(1, lambda: keras.Sequential(layers)).evaluate(source())
+    assert any(map(np.size, added))
+    for own in added:
+        np.testing.assert_array_equal(own, 0.0)

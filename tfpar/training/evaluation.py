@@ -241,7 +241,8 @@ class Evaluation:
     def _sums_of(self, iterator: Iterator[Any], batches: int) -> tuple[np.ndarray, dict[str, float]]:
         """The sums of the next batches over all workers, and their `Totals.weighted_losses`."""
         total, rows = (part.numpy() for part in self._run(iterator, tf.constant(batches)))
-        vector = self._agreement.sum_arrays(np.concatenate([total, rows.ravel()]) * float(self._counts))
+        own = np.concatenate([total, rows.ravel()])
+        vector = self._agreement.sum_arrays(own if self._counts else np.zeros_like(own))  # 0 x inf would be NaN
         losses = self._core.objective.totals.weighted_losses(vector[total.size :].reshape(rows.shape))
         return vector[: total.size], losses
 
