@@ -15,6 +15,7 @@ os.environ.pop("TF_CONFIG", None)
 # Some tests count tensors. The system's allocator, which runs with divided models choose, does not.
 os.environ.setdefault("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "0")
 
+from tests import nursery
 from tests.repeats import repeats
 from tfpar.training.program import Program
 
@@ -57,7 +58,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """What takes much of the time of a small run, and is left to some tests and to the processes that tests start.
 
     `--jit_compile=auto` chooses XLA in tests that are marked `xla` or `proof`. TensorFlow optimizes graphs (Grappler)
-    in these, in those marked `grappler`, and in the rooms of tfpar's own operations.
+    in these, in those marked `grappler`, in the rooms of tfpar's own operations, and in the processes that these start.
     """
     chooses = item.get_closest_marker("xla") or item.get_closest_marker("proof")
     update = CHOOSES_XLA["compiles_update"]
@@ -67,11 +68,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         setattr(Program, name, chosen)
     optimizes = chooses or item.get_closest_marker("grappler") or OPTIMIZED.intersection(item.nodeid.split("/"))
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not optimizes})
+    os.environ[nursery.PLAIN_GRAPHS] = "0" if optimizes else "1"
 
 
 @pytest.fixture
 def unknown_repeats(request: pytest.FixtureRequest) -> set[str]:
-    """What `tests/repeats.py` names though there is no such test, if all tests were collected."""
+    """What `tests/repeats.txt` names though there is no such test, if all tests were collected."""
     return request.config.stash[UNKNOWN]
 
 

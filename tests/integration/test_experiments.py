@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.grappler]
 CLASSIFY = "experiments/image_classification.py"
 QUICK = "--flagfile=experiments/recipes/quickstart.flags"
 

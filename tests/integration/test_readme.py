@@ -13,7 +13,7 @@ from tests.integration.test_multi_worker import ROOT, launch
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.grappler]
 
 
 def example(tmp_path, options: str = "") -> str:
