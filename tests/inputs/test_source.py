@@ -121,6 +121,34 @@ class TestRegistry:
             with pytest.raises(ValueError, match="is empty, taken or contains a colon"):
                 register(taken, lambda argument, config, split, seed: index_source(1))
 
+    def test_what_a_registered_function_returns_must_be_a_source(self, monkeypatch):
+        monkeypatch.setattr(registry, "_REGISTERED", {})
+        register("nothing", lambda argument, config, split, seed: None)
+        with pytest.raises(
+            ConfigError, match=r"--dataset=nothing:a: the function .* 'nothing' returned NoneType\. Ret"
+        ):
+            build_source(InputConfig(dataset="nothing:a"), "train")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"storage": "disk"}, "index: storage='disk' is none of 'memory', 'files'"),
+        ({"task": "guess"}, "index: task='guess' is none of 'classification'"),
+    ],
+)
+def test_unknown_words_in_a_description_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(index_source(3).info, **given)
+
+
+def test_a_scale_must_be_a_number():
+    x, y = np.zeros([2, 3], np.float32), np.zeros([2], np.int32)
+    for scale in (0.5, np.float32(0.5), 2):
+        inputs.from_arrays(x, y, scale=scale)
+    with pytest.raises(ValueError, match="arrays: scale='a' is no number"):
+        inputs.from_arrays(x, y, scale="a")
+
 
 def test_decode_bytes_accepts_invalid_utf8():
     assert sources.decode_bytes(np.array([[72, 105, 255]])) == "Hi�"

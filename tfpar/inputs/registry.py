@@ -108,7 +108,13 @@ def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
     check_kind(config)
     kind, _, argument = config.dataset.partition(":")
     if kind in _REGISTERED:
-        return _REGISTERED[kind](argument, config, split, seed)
+        source = _REGISTERED[kind](argument, config, split, seed)
+        if not isinstance(source, Source):
+            raise ConfigError(
+                f"--dataset={config.dataset}: the function that was registered for {kind!r} returned "
+                f"{type(source).__name__}. Return a tfpar.inputs.Source, for example of tfpar.inputs.from_arrays."
+            )
+        return source
     module, function = _MODULES[kind]
     builder: Builder = getattr(importlib.import_module(module), function)
     return builder(argument, config, split, seed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import numbers
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
 REINFORCEMENT = "reinforcement"
 STREAM = "stream"
+TASKS = (CLASSIFICATION, LANGUAGE_MODEL, REINFORCEMENT)
+STORAGES = ("memory", "files", "generated", STREAM)
 UNKNOWN = -1  # the number of examples of a stream that has not been counted
 # Inputs and labels of some examples, each a tensor [n, ...] or a structure of them.
 Batch = tuple[Structure, Structure]
@@ -98,6 +101,9 @@ class SourceInfo:
     may_be_short: bool = False
 
     def __post_init__(self) -> None:
+        for name, known in (("task", TASKS), ("storage", STORAGES)):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{self.name}: {name}={given!r} is none of {', '.join(map(repr, known))}")
         if self.files and (
             len(self.files) != len(self.records_per_file) or sum(self.records_per_file) != self.num_examples
         ):
@@ -203,6 +209,11 @@ class Source:
     skip: bool = False
     usable: Callable[[tf.Tensor], tf.Tensor] | None = None
     origin: Source | None = None
+
+    def __post_init__(self) -> None:
+        for scale in tf.nest.flatten(self.scale):
+            if not isinstance(scale, numbers.Real):
+                raise ValueError(f"{self.info.name}: scale={scale!r} is no number to multiply inputs by")
 
     def fetch(self, indices: tf.Tensor) -> Batch:
         """Reads a batch of examples; a graph function.
