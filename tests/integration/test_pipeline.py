@@ -148,24 +148,36 @@ def test_four_workers_hold_two_pipelines(tmp_path):
 
 
 def test_four_workers_hold_two_pipelines_and_shards_of_their_state(tmp_path):
-    """With moving averages, which are evaluated; stopped, resumed there, and on one device. Also where the chief's
-    stage has nothing to train, with batch statistics that the workers with the same stage synchronise, and with a loss
-    whose denominator the last stage alone knows, and no clipping, which would hide a wrong one. Gradients are sharded
-    in three of the four, of each stage by itself."""
+    """With moving averages, which are evaluated; stopped, resumed there, and on one device. Also with a loss whose
+    denominator the last stage alone knows, and no clipping, which would hide a wrong one."""
     mesh, common = {"mesh": "data:2,pipeline:2", "shard": "gradients"}, {"accumulate_steps": 2, "steps": 9}
     options, folder = {**common, "ema": 0.9}, {"workdir": str(tmp_path / "run")}
-    last = {**options, "trainable": "/(fourth|last)/"}
-    batches = {"model": "synchronised", "accumulate_steps": 2, "steps": 6}
     masked = {"model": "uneven_vocabulary", "clip_norm": 0.0, "accumulate_steps": 2, "steps": 3}
-    stopped = {**options, **folder, "stop_after": 7}
-    runs = [stopped, {**options, **folder}, {**last, "shard": "optimizer"}, batches, masked]
-    _, *found = on_workers(4, tmp_path / "out", *({**mesh, **run} for run in runs))
+    _, *found = on_workers(
+        4,
+        tmp_path / "out",
+        *({**mesh, **run} for run in ({**options, **folder, "stop_after": 7}, {**options, **folder}, masked)),
+    )
     assert_has_shares_of_sums(found[0], alone("dense", **options)[0])
-    for each, how in zip(found, (options, last, batches, masked), strict=True):
-        weights, results, _ = alone(**{"model": "dense", **how})
-        assert_close(each, {**weights, "eval loss": np.array(results["loss"])})
+    assert_close_with_loss(found, [options, masked])
     further = divided.here(**folder, **{**options, "steps": 10})
     assert int(further.optimizer.iterations.numpy()) == 10
+
+
+@pytest.mark.proof
+def test_shards_where_a_stage_has_nothing_to_train_and_with_batch_statistics(tmp_path):
+    """The chief's stage has nothing to train; workers with the same stage synchronise the statistics."""
+    mesh, last = {"mesh": "data:2,pipeline:2"}, {"accumulate_steps": 2, "steps": 9, "trainable": "/(fourth|last)/"}
+    batches = {"model": "synchronised", "accumulate_steps": 2, "steps": 6}
+    runs = {**last, "ema": 0.9, "shard": "optimizer"}, {**batches, "shard": "gradients"}
+    found = on_workers(4, tmp_path / "out", *({**mesh, **run} for run in runs))
+    assert_close_with_loss(found, [{**last, "ema": 0.9}, batches])
+
+
+def assert_close_with_loss(found: list[dict[str, np.ndarray]], options: list[dict[str, Any]]) -> None:
+    for each, how in zip(found, options, strict=True):
+        weights, results, _ = alone(**{"model": "dense", **how})
+        assert_close(each, {**weights, "eval loss": np.array(results["loss"])})
 
 
 @pytest.mark.proof
