@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import random
 import subprocess
@@ -14,12 +16,15 @@ import tfpar
 from tests import nursery
 from tests.incremental.watched import EXAMPLES, FILES, OPTIONS, arrive, config_of, learned, learner_of, shard
 from tests.integration.test_multi_worker import ROOT, launch
+from tfpar.checkpoint import export
 from tfpar.checkpoint.format import directory_name
-from tfpar.config import ConfigError, IncrementalConfig, InputConfig
+from tfpar.checkpoint.run_state import params_sha256
+from tfpar.config import ConfigError, IncrementalConfig, InputConfig, TrainingError
 from tfpar.incremental import check
 from tfpar.incremental.online.arrivals import STOP, form_of
 from tfpar.incremental.online.journal import Journal
 from tfpar.inputs import from_arrays, load
+from tfpar.monitor import summary as summary_of_run
 
 import keras
 import numpy as np
@@ -212,6 +217,35 @@ def test_killed_twenty_times_every_example_is_learned_exactly_once(places, shard
     kills = [some_time(draw.uniform(0.5, 8.0)) for _ in range(20)]
     disturbed = served(places, shards, tmp_path / "disturbed", FILES - 1, kills)
     assert disturbed["params_sha256"] == expected["params_sha256"]
+
+
+def test_no_version_has_the_model_of_an_earlier_delivery(places, shards, tmp_path, monkeypatch):
+    """The disk fills up while model.keras is written; the next start exports."""
+    base, incoming = places
+    run = tmp_path / "run"
+    write, fails = export.export_model, [False]
+
+    def written(*arguments):
+        if fails[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*arguments)
+
+    monkeypatch.setattr(summary_of_run, "export_model", written)
+    (incoming / STOP).touch()
+    arrive(shard(shards, 1), incoming)
+    learned(base, incoming, run)
+    fails[0] = True
+    arrive(shard(shards, 2), incoming)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=r"delivery 2 .* No space left on device"):
+            learned(base, incoming, run)
+    assert [path.name for path in sorted((run / "exports").glob("0*"))] == ["000001"]
+    fails[0] = False
+    learned(base, incoming, run)
+    about = json.loads((run / "exports" / "newest" / "about.json").read_text())
+    model = keras.saving.load_model(run / "exports" / "000002" / "model.keras")
+    assert (about["version"], about["params_sha256"]) == (2, params_sha256(model.trainable_variables))
+    assert json.loads((run / "summary.json").read_text())["failed_writes"] == []
 
 
 @pytest.mark.cluster

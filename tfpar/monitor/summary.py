@@ -11,7 +11,7 @@ import pathlib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.checkpoint import format as checkpoint_format
@@ -29,7 +29,7 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
-RESULTS = ("summary.json", "model.keras")
+SUMMARY, MODEL = RESULTS = ("summary.json", "model.keras")
 
 
 def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[str]:
@@ -137,14 +137,14 @@ def write(
     unsaved: list[str] = []
     # Workers that share a replica have its weights only together.
     if options.workdir and (info.topology.is_chief or info.topology.parts_on_workers):
-        path = pathlib.Path(options.workdir) / "model.keras" if info.topology.is_chief else None
-        unsaved = _try_write("model.keras", lambda: export_model(info.model, eval_weights(), path))
+        path = pathlib.Path(options.workdir) / MODEL if info.topology.is_chief else None
+        unsaved = _try_write(MODEL, lambda: export_model(info.model, eval_weights(), path))
     if not info.topology.is_chief:
         return
     failed = content["failed_writes"] = [*monitor.failures, *unsaved]
     if options.workdir:
         path = pathlib.Path(options.workdir)
-        problem = _try_write("summary.json", lambda: _write_summary(path, content))
+        problem = _try_write(SUMMARY, lambda: _write_summary(path, content))
         if problem:
             failed += problem
             monitor.message(f"what summary.json would hold: {json.dumps(_finite(content))}")
@@ -223,18 +223,21 @@ def previous_summary(workdir: str, step: int) -> dict[str, Any] | None:
 
 
 def report_already_finished(
-    info: RunInfo, step: int, monitor: Monitor, eval_weights: Callable[[], Sequence[keras.Variable]]
-) -> None:
-    """Prints that there is nothing left to do, and its results; writes a `model.keras` that has gone missing.
+    info: RunInfo, content: dict[str, Any], monitor: Monitor, eval_weights: Callable[[], Sequence[keras.Variable]]
+) -> dict[str, Any]:
+    """Prints that there is nothing left to do, and its results; writes a `model.keras` that has gone missing or could
+    not be written, in place of which there may be that of a shorter run.
 
     Args:
       info: The run.
-      step: Steps done.
+      content: From `previous_summary`.
       monitor: The run's monitor.
       eval_weights: Gives the trainable weights that evaluation used, in order.
+
+    Returns:
+      The contents of `summary.json` afterwards.
     """
-    workdir = info.config.checkpoint.workdir
-    content = previous_summary(workdir, step) or {}
+    workdir, step = info.config.checkpoint.workdir, content["steps"]
     if step < info.total:
         by = content.get("stopped_by") or "a hook or callback"
         option, _ = stopping_option(by, info.config)
@@ -242,13 +245,29 @@ def report_already_finished(
         monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --{info.length}{off} continue it")
     else:
         monitor.message(f"this run is finished (step {step} of {info.total}); more --{info.length} would continue it")
+    path = pathlib.Path(workdir) / MODEL
+    alone = info.topology.is_chief and not info.topology.parts_on_workers
+    if alone and (unwritten(content, MODEL) or not path.exists()):
+        problems = _try_write(MODEL, lambda: export_model(info.model, eval_weights(), path))
+        _replace_failures(content, problems, path.parent)
+        for problem in problems:
+            monitor.message(f"could not be written: {problem}", logging.WARNING)
     with contextlib.suppress(KeyError, TypeError):  # a version that wrote less
         monitor.message(closing_table(content, workdir))
-    path = pathlib.Path(workdir) / "model.keras"
-    alone = info.topology.is_chief and not info.topology.parts_on_workers
-    if alone and not path.exists():
-        for problem in _try_write("model.keras", lambda: export_model(info.model, eval_weights(), path)):
-            monitor.message(f"could not be written: {problem}", logging.WARNING)
+    return content
+
+
+def unwritten(content: Mapping[str, Any], name: str) -> str:
+    """The line of a summary about a file that could not be written; empty if it was."""
+    return next((line for line in content.get("failed_writes") or () if line.startswith(f"{name}: ")), "")
+
+
+def _replace_failures(content: dict[str, Any], problems: list[str], workdir: pathlib.Path) -> None:
+    """Corrects a summary after another attempt to write `model.keras`."""
+    before = content.get("failed_writes")
+    content["failed_writes"] = [*(line for line in before or () if not line.startswith(f"{MODEL}: ")), *problems]
+    if before is not None and content["failed_writes"] != before:
+        _try_write(SUMMARY, lambda: _write_summary(workdir, content))
 
 
 def closing_table(content: dict[str, Any], workdir: str) -> str:

@@ -160,7 +160,7 @@ class Chief:
 
     def export(self, delivery: Delivery, summary: Mapping[str, Any]) -> pathlib.Path | None:
         """Exports the model after a delivery if an export is due; returns its path, else None."""
-        if not self._is_due(delivery):
+        if not self.is_due(delivery):
             return None
         about = {
             "version": delivery.number,
@@ -172,7 +172,8 @@ class Chief:
         return self._exports.add(delivery.number, about)
 
     def _lacks_export(self, delivery: Delivery) -> bool:
-        return self._is_due(delivery) and not self._exports.has(delivery.number)
+        return self.is_due(delivery) and not self._exports.has(delivery.number)
 
-    def _is_due(self, delivery: Delivery) -> bool:
+    def is_due(self, delivery: Delivery) -> bool:
+        """Whether the model is exported after a delivery."""
         return delivery.number % self._options.export_every == 0

@@ -33,7 +33,7 @@ from tfpar.incremental.online.journal import Delivery
 from tfpar.incremental.replay import kept_examples, room_for
 from tfpar.incremental.tasks import Task, chosen, joined, labels_of
 from tfpar.inputs.source import Source, SourceInfo
-from tfpar.monitor.summary import command_of
+from tfpar.monitor.summary import MODEL, command_of, unwritten
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import LoopState
@@ -106,7 +106,8 @@ class OnlineLearner:
           results of the last evaluation.
 
         Raises:
-          TrainingError: A checkpoint could not be written; without it, the next start would learn examples twice.
+          TrainingError: A checkpoint could not be written; without it, the next start would learn examples twice. Or
+            a model that is to be exported could not be written; the next start exports it.
         """
         with self._chief.alone() if self._chief else contextlib.nullcontext():
             return self._finish(self._learn_all())
@@ -144,12 +145,24 @@ class OnlineLearner:
             hooks.append(Hook(max(1, delivery.steps // 10), lambda state: self._show(delivery, state)))
         source = self._source(delivery)
         summary = self._trainer.fit(source, validation=self._validation, steps=delivery.end, hooks=hooks)
+        self._check_written(delivery, summary)
         if self._chief and (version := self._chief.export(delivery, summary)):
             self._say(f"version {delivery.number} of the model: {version}")
         held_out = {f"held-out {name}": value for name, value in (summary["eval"] or {}).items()}
         figures = {"training loss": summary["train_loss"], **held_out}
         self._say("  ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         return dict(summary)
+
+    def _check_written(self, delivery: Delivery, summary: Mapping[str, Any]) -> None:
+        """Raises an error if an export is due whose model could not be written: that of an earlier delivery is in its
+        place."""
+        due = self._chief is not None and self._chief.is_due(delivery)
+        problem = self._agreement.gather(unwritten(summary, MODEL) if due else "")[0]
+        if problem:
+            raise TrainingError(
+                f"the model after delivery {delivery.number} could not be written ({problem}), so it is not exported. "
+                f"Make room in {self._workdir}, and start again."
+            )
 
     def _show(self, delivery: Delivery, state: LoopState) -> None:
         self._say(f"delivery {delivery.number}: step {state.step} of {delivery.end}")

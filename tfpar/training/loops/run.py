@@ -152,8 +152,9 @@ class Run:
             if context.agreement.mean(float(previous is not None)) == 1.0:
                 assert previous is not None
                 with context.program.averages.shown():
-                    results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
-                return previous
+                    return results.report_already_finished(
+                        info, previous, context.monitor, context.program.eval_weights
+                    )
         announce.record_run_info(info, context.monitor, self._loop.traffic, state.step)
         context.files.restarts.begin(state.step)
         with context.preemption, context.monitor.session():
