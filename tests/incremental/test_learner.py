@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
+import os
 import shutil
 from typing import Any
 
@@ -15,6 +17,7 @@ from tfpar.incremental import IncrementalLearner, check
 from tfpar.incremental.consolidation import fisher_information
 from tfpar.incremental.learner import carry_over
 from tfpar.inputs import BadRecordError, from_arrays
+from tfpar.monitor import summary as summary_of_run
 
 import keras
 import numpy as np
@@ -146,6 +149,18 @@ def test_the_next_task_begins_with_the_averaged_weights_of_a_learned_one(tmp_pat
     whole = learner(**options).learn()
     shutil.rmtree(tmp_path / "task-02")
     assert learner(**options).learn() == whole
+
+
+def test_a_task_whose_model_could_not_be_written_is_completed_by_the_next_start(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = {"method": "finetune", "epochs": 2.0, "workdir": str(tmp_path)}
+    with monkeypatch.context() as patch:
+        patch.setattr(summary_of_run, "export_model", full)
+        whole = learner(**options).learn()
+    assert learner(**options).learn() == whole
+    assert sorted(path.parent.name for path in tmp_path.glob("*/model.keras")) == ["task-01", "task-02"]
 
 
 def test_an_earlier_model_names_or_skips_an_example_that_cannot_be_read():

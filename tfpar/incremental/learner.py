@@ -31,6 +31,7 @@ from tfpar.incremental.report import Report, write_json
 from tfpar.incremental.tasks import Task, chosen, labels_of, split_tasks, with_classes
 from tfpar.inputs.bad_records import fetch_with_mask
 from tfpar.inputs.source import Source
+from tfpar.monitor.summary import MODEL
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.trainer import Trainer
 
@@ -102,7 +103,7 @@ class IncrementalLearner:
             if number + 1 < len(self.tasks):  # the last table is part of the results
                 self._report.show(self.matrix, number + 1)
         last = self._directory(len(self.tasks) - 1)
-        return self._report.finish(self.matrix, self._digest, last and last / "model.keras")
+        return self._report.finish(self.matrix, self._digest, last and last / MODEL)
 
     def _learn_task(self, number: int) -> str:
         """Learns a task and evaluates on all tasks so far; returns the digest of the weights, empty if stopped."""
@@ -221,9 +222,9 @@ class IncrementalLearner:
         return dataclasses.replace(self._config, checkpoint=checkpoint)
 
     def _write(self, number: int, digest: str) -> None:
-        """Records, atomically, that a task is learned."""
+        """Records, atomically, that a task is learned, if its model is there: a start that skips the task reads it."""
         directory = self._directory(number)
-        if directory is None or not self._runtime.topology.is_chief:
+        if directory is None or not self._runtime.topology.is_chief or not (directory / MODEL).exists():
             return
         if self._options.method == "ewc":
             self._consolidation.save(directory / "consolidation.safetensors")
@@ -273,7 +274,7 @@ class IncrementalLearner:
         saved = json.loads((directory / _DONE).read_text())
         self.matrix[number, : number + 1] = saved["accuracies"]
         self._report.begin(number, ": learned already")
-        self._earlier = [np.asarray(weight) for weight in load_model(str(directory / "model.keras")).weights]
+        self._earlier = [np.asarray(weight) for weight in load_model(str(directory / MODEL)).weights]
         if self._options.method == "ewc":
             self._consolidation = Consolidation.load(directory / "consolidation.safetensors")
         return str(saved["digest"])
