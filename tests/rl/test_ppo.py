@@ -197,3 +197,15 @@ def test_distributions(actions):
         np.testing.assert_allclose(drawn.mean(axis=0), distribution.parameters[0][0], atol=0.03)
         np.testing.assert_allclose(drawn.std(axis=0), 1.0, atol=0.03)
         assert drawn.shape == (20000, 2)
+
+
+def test_observations_of_bytes_are_scaled_once():
+    """The memory of a game, for example, is no picture: its statistics are those of the raw observations."""
+    policy = build_policy((8,), environments.Discrete(2), hidden=(4,), scale=1.0 / 255.0)
+    normalization = policy.get_layer("observation_normalization")
+    normalization.mean.assign(np.full(8, 100.0))
+    normalization.variance.assign(np.full(8, 400.0))
+    read = keras.Model(policy.input, policy.get_layer("policy_hidden_0").input)
+    np.testing.assert_allclose(read(np.full([1, 8], 120.0)), np.ones([1, 8]), rtol=1e-6)
+    plain = build_policy((8,), environments.Discrete(2), normalize=False, scale=0.5)
+    assert plain.layers[1].name == "rescaling"

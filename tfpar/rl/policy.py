@@ -42,7 +42,7 @@ def build_policy(
       actions: The action space.
       hidden: Units of the hidden layers.
       normalize: Whether observations are scaled by their running mean and variance; pictures are not.
-      scale: Factor on observations, applied first.
+      scale: Factor on observations that are not scaled by their running mean and variance.
 
     Returns:
       A model `observations [m, ...] -> (logits or means [m, a], value [m, 1])`. For continuous actions it has a third
@@ -51,7 +51,7 @@ def build_policy(
     observation = keras.Input(tuple(observation_shape), name="observation")
     x = observation
     if normalize and len(observation_shape) < _PIXEL_DIMS:
-        x = ObservationNormalization(name="observation_normalization")(x)
+        x, scale = ObservationNormalization(name="observation_normalization")(x), 1.0
     x = _flat(x, scale)
     name = "logits" if isinstance(actions, Discrete) else "means"
     # Logits and values are sums of many numbers, so they are float32 under mixed precision too.
