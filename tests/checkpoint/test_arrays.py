@@ -314,3 +314,12 @@ def test_a_worker_that_cannot_write_its_part_is_named(tmp_path, monkeypatch):
     assert "No space left" in second.failures[0]
     assert not third.failures
     assert not chief.steps()
+
+
+def test_arrays_of_any_layout_are_written_with_their_values(tmp_path):
+    """safetensors 0.8 writes the memory of an array as it lies."""
+    table = np.arange(12, dtype=np.float32).reshape(3, 4)
+    arrays = {"turned": table.T, "thinned": table[:, ::2], "scalar": table.sum(), "none": np.array(5, np.int64)}
+    write_arrays(tmp_path / "file", arrays)
+    for name, read in read_arrays(tmp_path / "file").items():
+        np.testing.assert_array_equal(read, arrays[name], strict=True)

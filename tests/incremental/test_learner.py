@@ -14,7 +14,7 @@ import tfpar
 from tests.incremental.test_tasks import damaged
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.incremental import IncrementalLearner, check
-from tfpar.incremental.consolidation import fisher_information
+from tfpar.incremental.consolidation import Consolidation, fisher_information
 from tfpar.incremental.learner import carry_over
 from tfpar.inputs import BadRecordError, from_arrays
 from tfpar.monitor import summary as summary_of_run
@@ -149,6 +149,24 @@ def test_the_next_task_begins_with_the_averaged_weights_of_a_learned_one(tmp_pat
     whole = learner(**options).learn()
     shutil.rmtree(tmp_path / "task-02")
     assert learner(**options).learn() == whole
+
+
+class Factor(keras.layers.Layer):
+    """A single trainable number."""
+
+    def build(self, _) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs):
+        return self.factor * inputs
+
+
+def test_weights_that_are_single_numbers_are_consolidated(tmp_path):
+    made = learner(method="ewc", epochs=2.0, workdir=str(tmp_path))
+    made._build = lambda classes: keras.Sequential([keras.Input((2,)), *build(classes).layers, Factor()])
+    assert len(made.learn()["matrix"]) == 2
+    saved = Consolidation.load(tmp_path / "task-02" / "consolidation.safetensors")
+    assert [each.shape for each in saved.information[-2:]] == [(4,), ()]
 
 
 def test_a_task_whose_model_could_not_be_written_is_completed_by_the_next_start(tmp_path, monkeypatch):

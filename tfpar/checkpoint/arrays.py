@@ -127,8 +127,10 @@ def write_arrays(
     notes = {name: json.dumps(part.as_json()) for name, part in (parts or {}).items()}
     if digest:
         notes[_DIGEST] = digest
+    # safetensors 0.8 writes the memory of an array as it lies, and takes no NumPy scalars.
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # a copy only of other layouts
     try:
-        safetensors.numpy.save_file(dict(arrays), path, metadata=notes or None)  # no second copy in memory
+        safetensors.numpy.save_file(in_order, path, metadata=notes or None)  # no second copy in memory
     except safetensors.SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
     with open(path, "rb") as file:

@@ -155,4 +155,6 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
 
 def padded(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Returns the array padded with zeros at the end of each dim, for the weights of new outputs."""
+    if array.shape == tuple(shape):  # NumPy pads no single number
+        return array
     return np.pad(array, [(0, size - old) for size, old in zip(shape, array.shape, strict=True)])
