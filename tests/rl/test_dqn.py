@@ -177,6 +177,24 @@ def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
     np.testing.assert_allclose(later.priority[8:16], np.maximum(noted.max(axis=0), 1.0)[np.newaxis].repeat(8, axis=0))
 
 
+def test_a_transition_that_is_not_finite_does_not_spoil_the_priorities(gathered):
+    """An environment reported one reward that is not a number."""
+    algorithm, params, (*_, memory) = gathered
+    algorithm = dataclasses.replace(algorithm, options=dataclasses.replace(OPTIONS, replay_priority=0.5))
+    reward = memory.replay.reward.numpy()
+    reward[3, 1] = np.nan
+    priority = np.ones_like(reward)
+    priority[3, 1] = 1e4  # so that it is drawn
+    memory = memory._replace(replay=memory.replay._replace(reward=reward), priority=tf.constant(priority))
+    step = tf.constant(6, tf.int64)
+    batch = algorithm.batch(memory, step, 0)
+    assert np.isnan(batch[1].reward).any()
+    [noted] = algorithm.noted(params, [], memory, batch, step, 0)
+    assert np.isfinite(noted).all()
+    assert noted[3, 1] < 0.1
+    assert np.isfinite(algorithm.batch(memory._replace(priority=noted), step, 0)[2]).all()
+
+
 @pytest.mark.parametrize("priority", [0.0, 0.6])
 def test_two_replicas_learn_what_one_does(tmp_path, priority):
     options = {

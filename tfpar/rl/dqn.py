@@ -325,6 +325,8 @@ class DQN:
         first, _ = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
         places = tf.reshape(tf.stack([first % self._slots, column], axis=-1), [-1, 2])
+        # The step of such an error is skipped, but a priority that is not finite would decide all later draws.
+        error = tf.where(tf.math.is_finite(error), error, 0.0)
         powers = tf.pow(error + _LEAST_ERROR, self.options.replay_priority)
         return [tf.tensor_scatter_nd_update(memory.priority, places, powers)]
 
