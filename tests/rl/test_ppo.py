@@ -179,6 +179,19 @@ def test_a_part_of_a_rollout_counts_as_the_observations_that_it_has(model):
     assert observations == pytest.approx(30)
 
 
+@pytest.mark.parametrize("number", [np.inf, -1e30])
+def test_an_infinite_observation_does_not_spoil_the_statistics(model, number):
+    """As of a sensor that measures no distance. The policy clips it, so the step is applied."""
+    statistics = Statistics(model)
+    _, state = weights(model)
+    x = np.random.default_rng(0).normal(3.0, 1.0, [1000, 4]).astype(np.float32)
+    expected = statistics.taken_over(statistics.collected(list(state), tf.constant(x), tf.fill([1000], 1e-3)), 1000)
+    x[7, 2] = number
+    state = statistics.taken_over(statistics.collected(list(state), tf.constant(x), tf.fill([1000], 1e-3)), 1000)
+    for place in statistics.variables:
+        np.testing.assert_allclose(state[place], expected[place], atol=0.02)
+
+
 @pytest.mark.parametrize("actions", [environments.Discrete(3), environments.Continuous((-1.0,) * 2, (1.0,) * 2)])
 def test_distributions(actions):
     policy = build_policy((5,), actions, hidden=(4,))

@@ -38,6 +38,8 @@ class Statistics:
     def collected(self, state: Tensors, x: tf.Tensor, share: tf.Tensor) -> Tensors:
         """Returns the model's state after collecting observations.
 
+        A number whose square is not finite counts as the mean.
+
         Args:
           state: Values of the model's non-trainable variables.
           x: Observations `[m, *d]`.
@@ -49,6 +51,8 @@ class Statistics:
         mean, variance, count, total, offset, square = (state[place] for place in self._places)
         weight = tf.reshape(share, [-1, *[1] * (x.shape.rank - 1)])
         away = tf.cast(x, tf.float32) - mean
+        # What the layer clips, statistics would keep forever.
+        away = tf.where(tf.math.is_finite(away * away), away, 0.0)
         offset += tf.reduce_sum(weight * away, axis=0)
         square += tf.reduce_sum(weight * away * away, axis=0)
         return self._replaced(state, [mean, variance, count, total + tf.reduce_sum(share), offset, square])
