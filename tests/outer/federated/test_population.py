@@ -88,6 +88,17 @@ def test_a_federation_without_clients_is_refused():
         Population.of(source, config)
 
 
+def test_examples_that_would_be_skipped_are_refused():
+    """Their clients would be left out instead, round after round, with all their examples."""
+    x = np.zeros([20, 2], np.float32)
+    x[3] = np.nan
+    source = tfpar.inputs.from_arrays(x, LABELS[:20], num_classes=10, on_bad_record="skip")
+    options = {"clients": 4, "clients_per_round": 2, "rounds": 3}
+    config = tfpar.ExperimentConfig.from_flat_dict(options, program="federated")
+    with pytest.raises(tfpar.ConfigError, match=r"arrays: on_bad_record='skip' does not work with federated averaging"):
+        Population.of(source, config)
+
+
 def test_a_client_sees_each_example_once_an_epoch():
     order = local_order(1, 2, 3, 7, epochs=2, batch=3, shuffle=True)
     assert order.shape == (6, 3)

@@ -70,6 +70,11 @@ class Population:
         """
         options = config.federated
         assert options is not None
+        if source.skip:
+            raise ConfigError(
+                f"{source.info.name}: on_bad_record='skip' does not work with federated averaging: a client with a bad "
+                "example would not be averaged at all. Remove bad examples, and leave it out."
+            )
         seed = config.train.seed
         parts = _parts(source, options, seed)
         if len(parts) < options.clients_per_round:
