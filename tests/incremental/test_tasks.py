@@ -277,3 +277,20 @@ def test_groups_of_classes_are_named_by_their_ranges():
     examples = from_arrays(np.zeros([24, 2], np.float32), labels)
     made = tasks.split_tasks(IncrementalConfig(tasks="by_class:7"), examples, examples, validation_fraction=0.1)
     assert [task.name for task in made] == ["classes 0-3, 5, 7-8", "class 9"]
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_labels_of_examples_that_are_skipped_are_no_classes(in_files):
+    """Neither in memory nor in files; each would be a task that nothing can be learned from."""
+    labels = np.arange(24, dtype=np.int32) % 4
+    labels[[5, 9]] = 9, -1
+    x = np.zeros([24, 2], np.float32)
+    skipping = from_arrays(x, labels, num_classes=4, on_bad_record="skip")
+    if in_files:
+        stored = dataclasses.replace(skipping, usable=None, load=lambda: None)
+        skipping = dataclasses.replace(stored, info=dataclasses.replace(stored.info, storage="files"))
+    expected = np.where((labels < 0) | (labels > 3), 0, labels)
+    np.testing.assert_array_equal(tasks.labels_of(skipping), expected)
+    good = from_arrays(x, np.arange(24) % 4)
+    made = tasks.split_tasks(IncrementalConfig(tasks="by_class:2"), skipping, good, validation_fraction=0.1)
+    assert [task.name for task in made] == ["classes 0-1", "classes 2-3"]

@@ -113,7 +113,7 @@ def read_labels(source: Source) -> np.ndarray:
     """Returns the labels of all examples, which are one integer each, without keeping anything else: int64 [n].
 
     Args:
-      source: The examples. If bad ones are skipped, the label of one that cannot be read is 0.
+      source: The examples. If bad ones are skipped, their labels are 0.
 
     Raises:
       BadRecordError: An example cannot be read, and bad examples are not skipped; the message names it.
@@ -121,9 +121,10 @@ def read_labels(source: Source) -> np.ndarray:
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
     def read(indices: tf.Tensor) -> tf.Tensor:
-        in_files = source.info.storage == "files"
-        batch = bad_records.read_with_mask(source, indices) if source.skip and in_files else source.read(indices)
-        return tf.cast(batch[1], tf.int64)
+        if not source.skip:
+            return tf.cast(source.read(indices)[1], tf.int64)
+        _, labels, usable = bad_records.fetch_with_mask(source, indices)
+        return tf.where(usable, tf.cast(labels, tf.int64), 0)
 
     read._omit_frequent_tracing_warning = True  # one for each source; see `TrainStep`
     parts, count = [np.zeros(0, np.int64)], source.info.num_examples
