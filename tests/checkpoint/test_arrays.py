@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -323,3 +324,14 @@ def test_arrays_of_any_layout_are_written_with_their_values(tmp_path):
     write_arrays(tmp_path / "file", arrays)
     for name, read in read_arrays(tmp_path / "file").items():
         np.testing.assert_array_equal(read, arrays[name], strict=True)
+
+
+def test_who_may_read_a_file_depends_on_the_umask(tmp_path):
+    """Members of a team evaluate and continue each other's checkpoints."""
+    before = os.umask(0o027)
+    try:
+        write_arrays(tmp_path / "file", WHOLE)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["file"]

@@ -6,12 +6,14 @@ A file has a JSON header and raw bytes: nothing in it is executed when it is rea
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import os
 import pathlib
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,11 +131,16 @@ def write_arrays(
         notes[_DIGEST] = digest
     # safetensors 0.8 writes the memory of an array as it lies, and takes no NumPy scalars.
     in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # a copy only of other layouts
+    with open(path, "wb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     try:
         safetensors.numpy.save_file(in_order, path, metadata=notes or None)  # no second copy in memory
     except safetensors.SafetensorError as error:  # how the library reports a full disk
+        path.unlink(missing_ok=True)
         raise OSError(str(error)) from error
     with open(path, "rb") as file:
+        with contextlib.suppress(OSError):  # a file system without permissions
+            os.fchmod(file.fileno(), mode)  # safetensors 0.8 replaces the file with one that only its owner may read
         os.fsync(file.fileno())
 
 
