@@ -243,6 +243,29 @@ def test_a_peer_whose_file_never_comes_is_not_waited_for_for_ever(tmp_path, monk
     assert "exchange-1.safetensors, exchange-2.safetensors did not appear within 0 s" in writer.failures[0]
 
 
+def test_a_peer_that_still_writes_is_waited_for(tmp_path, monkeypatch):
+    """Its file is larger, or its storage slower, than what worker 0 has written."""
+    monkeypatch.setattr(staging, "_PEER_WAIT_SECONDS", 0.5)
+    write_arrays = staging.write_arrays
+
+    def write_slowly(path: pathlib.Path, *arguments, **options) -> None:
+        if path.name.startswith("exchange-1"):
+            for number in range(10):
+                time.sleep(0.15)
+                with open(path.with_name(".in_progress"), "ab") as file:
+                    file.write(bytes(number))
+            os.unlink(path.with_name(".in_progress"))
+        write_arrays(path, *arguments, **options)
+
+    monkeypatch.setattr(staging, "write_arrays", write_slowly)
+    writers = [Checkpointer(tmp_path, worker=worker, workers=2) for worker in range(2)]
+    save_together(writers, [checkpoint(1, 1, exchange_kilobytes=1)] * 2)
+    for writer in writers:
+        writer.close()
+    assert [writer.failures for writer in writers] == [[], []]
+    assert writers[0].steps() == [1]
+
+
 def test_everything_reaches_the_disk_before_the_name_does(tmp_path, monkeypatch):
     """The order of flushes and of the rename, as a file system that loses its power would see it."""
     events: list[str] = []

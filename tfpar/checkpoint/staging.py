@@ -235,9 +235,10 @@ def _wait_for(partial: pathlib.Path, names: Mapping[str, int], abandoned: thread
       abandoned: Once set, waiting ends.
 
     Raises:
-      OSError: One of them could not be written or did not appear in time, or waiting was abandoned.
+      OSError: One of them could not be written, or did not appear while nothing was written for a while, or waiting
+        was abandoned.
     """
-    deadline = time.monotonic() + _PEER_WAIT_SECONDS
+    deadline, before = time.monotonic() + _PEER_WAIT_SECONDS, _progress(partial)
     while missing := [name for name in names if not (partial / name).exists()]:
         for name in missing:
             failed = partial / f"{name}{_FAILED}"
@@ -248,6 +249,19 @@ def _wait_for(partial: pathlib.Path, names: Mapping[str, int], abandoned: thread
         if abandoned.wait(0.05):
             raise OSError(f"the run ended before {', '.join(missing)} appeared")
         if time.monotonic() > deadline:
-            raise OSError(
-                f"{', '.join(missing)} did not appear within {_PEER_WAIT_SECONDS:.0f} s; is the workdir shared?"
-            )
+            if (now := _progress(partial)) == before:
+                raise OSError(
+                    f"{', '.join(missing)} did not appear within {_PEER_WAIT_SECONDS:.0f} s; is the workdir shared?"
+                )
+            deadline, before = time.monotonic() + _PEER_WAIT_SECONDS, now
+
+
+def _progress(partial: pathlib.Path) -> set[tuple[str, int, int]]:
+    """Names, sizes and times of the files in a directory, which change while a peer writes a large one."""
+    found = set()
+    with contextlib.suppress(OSError), os.scandir(partial) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # renamed in the meantime
+                status = entry.stat()
+                found.add((entry.name, status.st_size, status.st_mtime_ns))
+    return found
