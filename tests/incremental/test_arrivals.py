@@ -201,6 +201,34 @@ def test_a_copy_of_a_waiting_file_is_delivered_if_that_file_goes(places, shards,
     assert chief.journal.repeated == []
 
 
+def test_a_file_that_is_away_while_it_is_read_is_delivered_when_it_is_back(places, shards, tmp_path, monkeypatch):
+    """With the time that it had; a program may have moved it, or a file server lost it for a moment."""
+    chief, clock = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    _, incoming = places
+    arrive(shard(shards, 1), incoming)
+    file = incoming / shard(shards, 1).name
+    check = chief._arrivals.check
+
+    def check_without(files):
+        if files:
+            file.rename(tmp_path / "away")
+        return check(files)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(chief._arrivals, "check", check_without)
+        for _ in range(2):
+            assert chief.next(0) == (None, False)
+    assert not file.exists()
+    (tmp_path / "away").rename(file)
+    for _ in range(2):
+        assert chief.next(0) == (None, False)
+    clock[0] += 10.0
+    delivery, _ = chief.next(0)
+    assert delivery is not None
+    assert [each.name for each in delivery.files] == [file.name]
+    assert not chief.journal.skipped
+
+
 def test_the_class_is_part_of_what_an_image_says(tmp_path):
     pixels = tf.io.encode_png(tf.zeros([8, 8, 3], tf.uint8)).numpy()
     for name in ("cat/1.png", "dog/1.png", "dog/2.png"):

@@ -93,9 +93,7 @@ class Chief:
         known = {file.identity for file in (*self._waiting, *self._twins)}
         arrived, others = self._arrivals.look(self.journal.known, known)
         good, bad = self._arrivals.check(self._without_repeated(arrived))
-        for file, reason in bad:
-            self.journal.reject(file, reason)
-            _log.warning("%s is skipped, and stays where it is: %s", file.name, reason)
+        others |= self._reject(bad)
         for name in self._arrivals.new_foreign():
             _log.warning("%s is ignored: it is not %s", name, self._form.reads)
         if good and not self._waiting:
@@ -119,6 +117,16 @@ class Chief:
             self._waiting, self._twins, self._idle_since = [], [], now
             return delivery, False
         return None, ends
+
+    def _reject(self, bad: Sequence[tuple[ArrivedFile, str]]) -> bool:
+        """Records unusable files; returns whether some of them were gone or had changed when they were read, so that a
+        later scan must find them again."""
+        there = self._arrivals.unchanged([file for file, _ in bad])
+        for file, reason in bad:
+            if file in there:
+                self.journal.reject(file, reason)
+                _log.warning("%s is skipped, and stays where it is: %s", file.name, reason)
+        return len(there) < len(bad)
 
     def _unfinished(self, position: int) -> Delivery | None:
         """Returns the first delivery that is not learned completely, or lacks its export."""
