@@ -47,7 +47,10 @@ def check_same_shapes(train: SourceInfo, validation: SourceInfo) -> None:
         if not tf.nest.flatten(of_validation) and tf.nest.flatten(of_train):
             raise ConfigError(f"{validation.name}: the validation examples have no {what}. Give validation=(x, y).")
         single = not (tf.nest.is_nested(of_train) or tf.nest.is_nested(of_validation))
-        same = of_train.shape.is_compatible_with(of_validation.shape) if single else of_train == of_validation
+        if single:
+            same = of_train.shape.is_compatible_with(of_validation.shape)
+        else:
+            same = _with_equal_integers(of_train) == _with_equal_integers(of_validation)
         if not same:
             found, expected = (
                 spec.shape if single else structures.describe_specs(spec) for spec in (of_validation, of_train)
@@ -58,6 +61,13 @@ def check_same_shapes(train: SourceInfo, validation: SourceInfo) -> None:
                 f"{expected}. Give validation examples of the same shape as the training examples."
                 f"{' A list is several inputs; a tuple (x, y) has labels.' if listed else ''}"
             )
+
+
+def _with_equal_integers(specs: structures.Structure) -> structures.Structure:
+    """Returns specs with int64 for int32, which only depends on how large the numbers of a split are."""
+    return structures.map_arrays(
+        lambda spec: tf.TensorSpec(spec.shape, tf.int64 if spec.dtype == tf.int32 else spec.dtype), specs
+    )
 
 
 def check_epoch(config: InputConfig, sizes: Sequence[int], steps_per_epoch: int) -> None:

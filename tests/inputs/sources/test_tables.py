@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 
+import tfpar
 from tests.inputs.helpers import fetch_all
 from tfpar import inputs
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source
+from tfpar.inputs.sources import tables
 from tfpar.inputs.write import write as write_shards
 
+import keras
 import numpy as np
 import pyarrow
 import pytest
@@ -324,3 +327,26 @@ def test_tables_are_written_as_shards_and_read_again(query, cache, tmp_path):
             assert getattr(again.info, part) == getattr(original.info, part), part
         indices = tf.range(original.info.num_examples, dtype=tf.int64)
         tf.nest.map_structure(np.testing.assert_array_equal, again.fetch(indices), original.fetch(indices))
+
+
+def test_large_numbers_may_be_in_one_split_alone(tmp_path):
+    """A model then gets int32 in training and int64 in evaluation."""
+    held = int(np.flatnonzero(tables._held_out(40, 4))[0])
+    rows = [f"{5_000_000_000 if row == held else row},{row % 2},{row % 2}" for row in range(40)]
+    (tmp_path / "rows.csv").write_text("\n".join(["id,x,y", *rows]))
+    dataset = f"csv:{tmp_path}/rows.csv?label=y"
+    train, validation = inputs.build_splits(InputConfig(dataset=dataset, validation_fraction=0.1))
+    assert validation is not None
+    assert [split.info.input_spec["id"].dtype for split in (train, validation)] == [tf.int32, tf.int64]
+    given = {"id": keras.Input((), dtype="int64"), "x": keras.Input((), dtype="int32")}
+    hashed = keras.layers.Embedding(16, 4)(keras.layers.Hashing(16)(given["id"]))
+    trainer = tfpar.Trainer(
+        keras.Model(given, keras.layers.Dense(2)(hashed)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        strategy="one_device",
+        jit_compile="false",
+        global_batch_size=8,
+        verbose=0,
+        epochs=1,
+    )
+    assert trainer.fit(train, validation=validation)["eval"]["loss"] > 0.0
