@@ -229,6 +229,26 @@ def test_a_file_that_is_away_while_it_is_read_is_delivered_when_it_is_back(place
     assert not chief.journal.skipped
 
 
+def test_the_rest_of_a_delivery_is_that_of_the_files_that_were_delivered(places, shards, tmp_path, monkeypatch):
+    """After a crash within a delivery; a program may have put other examples, as many, under the same name."""
+    _, incoming = places
+    arrive(shard(shards, 1), incoming)
+    (incoming / STOP).touch()
+    first, _ = looked(chief_and_clock(places, tmp_path / "run", monkeypatch)[0], 0)
+    assert first is not None
+    file = incoming / shard(shards, 1).name
+    file.write_bytes(shard(shards, 2).read_bytes())
+    os.utime(file, ns=(3, 3))
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    with pytest.raises(ConfigError, match=f"{file.name} of delivery 1 has other contents, or is gone, .* Restore it"):
+        chief.next(2)
+    file.unlink()
+    with pytest.raises(ConfigError, match=f"{file.name} of delivery 1 has other contents, or is gone"):
+        chief.next(2)
+    arrive(shard(shards, 1), incoming)  # at another time
+    assert chief.next(2) == (first, False)
+
+
 def test_the_class_is_part_of_what_an_image_says(tmp_path):
     pixels = tf.io.encode_png(tf.zeros([8, 8, 3], tf.uint8)).numpy()
     for name in ("cat/1.png", "dog/1.png", "dog/2.png"):

@@ -150,14 +150,23 @@ class Arrivals:
 
     def content(self, file: ArrivedFile) -> str:
         """Returns `ArrivedFile.content` of a file; empty if the file is gone, has changed or cannot be read."""
+        digest = self._digest(file.name)
+        return digest if self.unchanged([file]) else ""
+
+    def holds(self, file: ArrivedFile) -> bool:
+        """Whether a delivered file is there with its contents, whatever its time. Reads it only if that differs."""
+        return bool(self.unchanged([file])) or not file.content or self._digest(file.name) == file.content
+
+    def _digest(self, name: str) -> str:
+        """Returns the digest of what a file says now; empty if it is gone or cannot be read."""
+        digest = hashlib.blake2b(os.fsencode(self._form.label(name)) + b"\0", digest_size=16)
         try:
-            with open(os.path.join(self._root, file.name), "rb") as stream:
-                digest = hashlib.blake2b(os.fsencode(self._form.label(file.name)) + b"\0", digest_size=16)
+            with open(os.path.join(self._root, name), "rb") as stream:
                 while chunk := stream.read(_CHUNK):
                     digest.update(chunk)
         except OSError:
             return ""
-        return digest.hexdigest() if self.unchanged([file]) else ""
+        return digest.hexdigest()
 
     def _now(self, name: str) -> tuple[int, int] | None:
         """Returns size and time of the last change of a file; None if it does not exist."""

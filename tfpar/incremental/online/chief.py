@@ -83,7 +83,8 @@ class Chief:
           position: The step of the newest checkpoint.
 
         Raises:
-          ConfigError: The journal lacks steps that the model has learned.
+          ConfigError: The journal lacks steps that the model has learned, or a file of an unfinished delivery is gone
+            or has other contents.
         """
         if delivery := self._unfinished(position):
             return delivery, False
@@ -139,9 +140,22 @@ class Chief:
             )
         first = bisect.bisect_left(deliveries, position, key=lambda each: each.end)
         for delivery in deliveries[first : first + 2]:
-            if delivery.end > position or self._lacks_export(delivery):
+            if delivery.end > position:
+                self._check_files(delivery)
+                return delivery
+            if self._lacks_export(delivery):
                 return delivery
         return None
+
+    def _check_files(self, delivery: Delivery) -> None:
+        """Refuses to learn the rest of a delivery from other examples than those that were delivered."""
+        for file in delivery.files:
+            if not self._arrivals.holds(file):
+                raise ConfigError(
+                    f"--watch={self._options.watch}: {file.name} of delivery {delivery.number} has other contents, or "
+                    "is gone, and its examples are not all learned. Restore it as it arrived; a file may be removed or "
+                    "replaced only after the export of a model that has learned from it."
+                )
 
     def _without_repeated(self, arrived: Sequence[ArrivedFile]) -> list[ArrivedFile]:
         """Returns the files with a content that no other file had, and leaves the others out."""
