@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import sys
@@ -13,6 +14,8 @@ from tests import nursery
 from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import assert_saved_whole
 from tfpar.checkpoint import export
+from tfpar.incremental.online.exports import Exports
+from tfpar.incremental.report import write_json
 from tfpar.monitor.summary import replica_digests
 from tfpar.parallel import split
 from tfpar.parallel.split import whole, whole_blocks
@@ -141,6 +144,8 @@ def test_a_full_disk_is_named_in_one_line(tmp_path):
 import pathlib, resource, sys
 import keras
 from tfpar.checkpoint import export
+from tfpar.incremental.online.exports import Exports
+from tfpar.incremental.report import write_json
 model = keras.Sequential([keras.Input((200,)), keras.layers.Dense(400)])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -151,3 +156,33 @@ except OSError as error:
     done = nursery.run([sys.executable, "-c", code, str(tmp_path / "model.keras")], capture_output=True, text=True)
     assert re.search(r"^found: \[Errno 27\] File too large$", done.stdout, re.MULTILINE), done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Or the name would lead to an empty file after the power failed, and a finished run would have no model."""
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    def noted_replace(source, target) -> None:
+        events.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    export.export_model(model, model.trainable_variables, tmp_path / "model.keras")
+    assert events == [".model.partial.keras", "replace", "."]
+    events.clear()
+    exports = Exports(str(tmp_path), keep=2)
+    exports.add(1, {"version": 1})
+    assert events[:3] == ["exports/.000001/about.json", "exports/.000001", "exports"]
+    monkeypatch.setattr(os, "link", lambda *_: os.lstat(tmp_path / "none"))  # a file system without links
+    events.clear()
+    exports.add(2, {"version": 2})
+    assert events[0] == "exports/.000002/model.keras"
+    write_json(tmp_path / "task.json", {})
+    assert events[-2:] == [".task.json", "replace"]

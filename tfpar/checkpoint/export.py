@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tfpar.checkpoint.format import sync_directory
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import shape_of, split_of, whole_blocks
@@ -114,7 +115,10 @@ def _save(model: keras.Model, path: pathlib.Path, write: Callable[[keras.Model, 
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         write(model, temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_directory(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # it may be what fills the disk

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfpar.checkpoint.format import write_file
 from tfpar.config import ExperimentConfig
 from tfpar.incremental import results
 from tfpar.incremental.checks import incremental_of
@@ -101,7 +102,7 @@ class Report:
 
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file atomically."""
+    """Writes a JSON file atomically, and flushes it to the disk."""
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    write_file(temporary, (json.dumps(content, indent=1) + "\n").encode())
     os.replace(temporary, path)

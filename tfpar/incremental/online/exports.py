@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from tfpar.checkpoint import format as files
+
 NEWEST = "newest"  # a link to the newest version
 
 
@@ -50,9 +52,12 @@ class Exports:
                     self._model, temporary / self._model.name
                 )  # safe: the run replaces its file, but never changes it in place
             except OSError:  # the file system does not support links
-                shutil.copyfile(self._model, temporary / self._model.name)
-            (temporary / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+                with open(shutil.copyfile(self._model, temporary / self._model.name), "rb") as copy:
+                    os.fsync(copy.fileno())
+            files.write_file(temporary / "about.json", (json.dumps(about, indent=1) + "\n").encode())
+            files.sync_directory(temporary)
             os.rename(temporary, target)
+            files.sync_directory(self._directory)
         link = self._directory / f".{NEWEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)
