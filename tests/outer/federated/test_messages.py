@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import types
 
@@ -15,6 +17,7 @@ from tfpar.outer.federated import FederatedTrainer, flower, partition
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 
 def reply(arrays: list[np.ndarray], figures: dict[str, object], node: int = 7) -> types.SimpleNamespace:
@@ -125,6 +128,23 @@ def test_the_loss_is_that_of_the_last_round_with_clients(tmp_path):
         server._apply(replies, 0)
         server.finish(tmp_path, None)
         assert json.loads((tmp_path / "summary.json").read_text())["train_loss"] == 0.5
+
+
+def test_results_have_the_figures_of_numpy_and_tensorflow_and_appear_whole(tmp_path, monkeypatch):
+    server, arrays = server_and_arrays()
+    server._apply([reply(arrays, {"num-examples": 4, "loss": 0.5})], 0)
+    server.finish(tmp_path, lambda model: {"accuracy": np.float32(0.5), "error": tf.constant(0.25)})
+    assert json.loads((tmp_path / "summary.json").read_text())["eval"] == {"accuracy": 0.5, "error": 0.25}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {"model.keras", "summary.json"}
+
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        server.finish(tmp_path, None)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_payload_of_another_codec_counts_as_dropped_out(capfd):

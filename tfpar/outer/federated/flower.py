@@ -14,12 +14,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.checkpoint import run_state
+from tfpar.checkpoint.export import export_model
+from tfpar.checkpoint.format import write_file
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 from tfpar.optim.pure_update import pure_apply
@@ -352,7 +355,7 @@ class _Server:
                 "model. The log names the clients that failed, and why."
             )
         workdir.mkdir(parents=True, exist_ok=True)
-        model.save(workdir / "model.keras")
+        export_model(model, model.trainable_variables, workdir / "model.keras")
         federated: dict[str, Any] = {"averaging": self.options.averaging, "update_codec": self.options.update_codec}
         for name in ("up", "down"):
             federated[f"bytes_{name}_per_round"] = self._counts[f"bytes_{name}"] / rounds
@@ -360,11 +363,13 @@ class _Server:
         summary = {
             "rounds": rounds,
             "train_loss": self._loss,
-            "eval": evaluate(model) if evaluate else {},
+            "eval": {name: float(value) for name, value in evaluate(model).items()} if evaluate else {},
             "params_sha256": run_state.params_sha256(model.trainable_variables),
             "federated": federated,
         }
-        (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        temporary = workdir / ".summary.json"
+        write_file(temporary, (json.dumps(summary, indent=2) + "\n").encode())
+        os.replace(temporary, workdir / "summary.json")
 
 
 def averaged_state(model: keras.Model) -> list[int]:
