@@ -12,7 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from tfpar.process import logs
-from tfpar.process.after_import import after_import, is_importing
+from tfpar.process.after_import import after_import, after_imports_below, is_importing
 from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
@@ -128,10 +128,15 @@ def _register_with_keras() -> bool:
     """Lets `keras.saving.load_model` find tfpar's classes: importing a module registers them.
 
     Returns:
-      Whether it has. Not while a module of tfpar is being imported that has just imported Keras: `__getattr__`
-      does it when it is there.
+      Whether it has. Not while a module of tfpar is being imported that has just imported Keras: it is done when that
+      module is there.
     """
-    if is_importing("tfpar"):
+    return not is_importing("tfpar") and _import_serialized()
+
+
+def _import_serialized() -> bool:
+    """Imports these modules if Keras is there, and returns whether it is."""
+    if "keras" not in sys.modules:
         return False
     for module in _SERIALIZED:
         importlib.import_module(module)
@@ -162,3 +167,4 @@ def __dir__() -> list[str]:
 
 
 after_import("keras", _register_with_keras)
+after_imports_below("tfpar", _import_serialized)

@@ -27,6 +27,7 @@ def language_model() -> keras.Model:
         "import tfpar; import keras",
         "import keras; import tfpar",
         "import tfpar; tfpar.DistributedOptimizer; import keras",
+        "from tfpar.inputs import load; import keras",
     ],
 )
 def test_a_language_model_loads_after_import_tfpar(imports, tmp_path):

@@ -1,8 +1,9 @@
-"""Runs a function once a module has been imported, without importing it."""
+"""Runs a function once modules have been imported, without importing them."""
 
 from __future__ import annotations
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -22,11 +23,51 @@ def after_import(name: str, function: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _Notice(name, function))
 
 
+def after_imports_below(package: str, function: Callable[[], bool]) -> None:
+    """Runs a function whenever the import of a module below a package, with all that it imports, has ended.
+
+    Args:
+      package: Name of the package.
+      function: What to run, until it returns True. It may import modules of the package.
+    """
+    sys.meta_path.insert(0, _EndOfImports(package, function))
+
+
 def is_importing(package: str) -> bool:
     """Whether a module below a package is being imported, so that others may find it half there."""
     modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
     # CPython 3.11 marks the spec of a module until its body has run.
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
+
+
+class _EndOfImports(importlib.abc.MetaPathFinder):
+    """Notices the end of the outermost import of a module below a package."""
+
+    def __init__(self, package: str, function: Callable[[], bool]) -> None:
+        self._prefix, self._function = f"{package}.", function
+        self._depth = 0
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """The spec of a module below the package, with a loader that counts; None for any other module."""
+        if not fullname.startswith(self._prefix):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        loader: Any = spec.loader if spec else None
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_count(module: Any) -> None:
+                self._depth += 1
+                try:
+                    load(module)
+                    # What the function imports is within this import, too.
+                    if self._depth == 1 and self in sys.meta_path and self._function():
+                        sys.meta_path.remove(self)
+                finally:
+                    self._depth -= 1
+
+            loader.exec_module = load_and_count
+        return spec
 
 
 class _Notice(importlib.abc.MetaPathFinder):
