@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import assert_as_alone
 from tfpar.optim.keras_internals import all_layers
 from tfpar.parallel.model_axis import Place
@@ -58,7 +58,7 @@ def wide() -> keras.Model:
 
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
-    monkeypatch.setitem(divided.MODELS, "wide", wide)
+    monkeypatch.setitem(divided_models.MODELS, "wide", wide)
 
 
 @pytest.mark.parametrize(("model", "mesh", "devices", "options"), CASES)
@@ -95,7 +95,7 @@ def assert_divided_like_their_kernels(model: keras.Model) -> None:
 def test_saved_with_the_kernels_and_resumed_on_other_devices(mesh, devices, tmp_path):
     options = {"lora": "2:third|fourth", "schedule": "constant", "workdir": str(tmp_path / "run")}
     trainer = divided.here("mirrored", "model:2", 2, steps=4, **options)
-    x = divided.data("dense")[0][:8]
+    x = divided_models.data("dense")[0][:8]
     loaded = keras.saving.load_model(tmp_path / "run" / "model.keras", compile=False)
     np.testing.assert_allclose(loaded.predict(x, verbose=0), trainer.predict(x), rtol=1e-4, atol=1e-5)
     further = divided.here("mirrored" if mesh else "one_device", mesh, devices, steps=8, **options)

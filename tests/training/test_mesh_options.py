@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 import tfpar
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import alone
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training.sharding.weights import can_be_sharded
@@ -35,12 +35,12 @@ MULTIPLIES_FLOAT16 = "avx512_fp16" in pathlib.Path("/proc/cpuinfo").read_text()
 
 def half() -> keras.Model:
     keras.config.set_dtype_policy("mixed_float16")  # `divided.train` clears what a runtime has set
-    return divided.dense()
+    return divided_models.dense()
 
 
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
-    monkeypatch.setitem(divided.MODELS, "half", half)
+    monkeypatch.setitem(divided_models.MODELS, "half", half)
     yield
     keras.config.set_dtype_policy("float32")
 

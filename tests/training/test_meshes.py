@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import assert_as_alone
 from tfpar.training.sharding.weights import can_be_sharded
 
@@ -54,7 +54,7 @@ def test_meshes_equal_one_device(model, mesh, devices, options):
 def test_shards_equal_one_device(model, devices, shard):
     """With micro-batches; blocks are computed again where there are such."""
     if shard == "weights":
-        assert any(can_be_sharded(variable) for variable in divided.MODELS[model]().trainable_variables)
+        assert any(can_be_sharded(variable) for variable in divided_models.MODELS[model]().trainable_variables)
     options = {"recompute": "blocks"} if model in ("language_model", "vit") and shard != "weights" else {}
     trainer = divided.here("mirrored", "", devices, model=model, shard=shard, accumulate_steps=2, **options)
     assert_as_alone(trainer, model, accumulate_steps=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tfpar.config import ConfigError
 
 import keras
@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize(("mesh", "options"), [("model:2", {}), ("", {"shard": "weights"})])
 def test_a_divided_model_is_saved_whole_and_computes_through_its_trainer(mesh, options, tmp_path):
     trainer, path = divided.here("mirrored", mesh, 2, steps=2, **options), tmp_path / "model.keras"
-    x, y = (part[:8] for part in divided.data("dense"))
+    x, y = (part[:8] for part in divided_models.data("dense"))
     trainer.model.save(path)
     loaded = keras.saving.load_model(path)
     np.testing.assert_allclose(loaded.predict(x, verbose=0), trainer.predict(x), rtol=1e-5, atol=1e-6)
@@ -40,7 +40,7 @@ def test_a_divided_model_is_saved_whole_and_computes_through_its_trainer(mesh, o
 
 def test_a_model_of_whole_weights_keeps_its_methods(tmp_path):
     trainer = divided.here("mirrored", "pipeline:2", 2, steps=2)
-    x = divided.data("dense")[0][:8]
+    x = divided_models.data("dense")[0][:8]
     np.testing.assert_allclose(trainer.model.predict(x, verbose=0), trainer.predict(x), rtol=1e-5, atol=1e-5)
     trainer.model.save(tmp_path / "model.keras")
     np.testing.assert_allclose(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tfpar
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim.block_update import blocks_of
 from tfpar.parallel.topology import Topology
@@ -49,7 +49,7 @@ def assert_layers_may_be_frozen(trainer: tfpar.Trainer) -> None:
     """Between two runs."""
     kept = trainer.model.get_layer("third").kernel.numpy()
     trainer.model.get_layer("third").trainable = False
-    trainer.fit(*divided.data("dense"), steps=4)
+    trainer.fit(*divided_models.data("dense"), steps=4)
     np.testing.assert_array_equal(trainer.model.get_layer("third").kernel.numpy(), kept)
     assert {variable.value.device[-5:] for variable in trainer.optimizer.variables} == {"CPU:0"}
 
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_and_without(tmp_path):
 
 def test_blocks_have_the_state_of_their_weights():
     """At most so many bytes, unless a single weight has more."""
-    model = divided.dense()
+    model = divided_models.dense()
     optimizer = keras.optimizers.Nadam()
     optimizer.build(model.trainable_variables)
     blocks, common = blocks_of(optimizer, 20_000)
@@ -109,4 +109,4 @@ def test_an_optimizer_that_needs_all_gradients_is_refused():
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "one_device", "offload": "optimizer"})
     optimizer = keras.optimizers.Adam(global_clipnorm=1.0)
     with pytest.raises(ConfigError, match="global_clipnorm of Adam needs all weights at once"):
-        tfpar.Trainer(divided.dense, loss="mse", optimizer=optimizer, config=config, runtime=runtime)
+        tfpar.Trainer(divided_models.dense, loss="mse", optimizer=optimizer, config=config, runtime=runtime)

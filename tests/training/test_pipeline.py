@@ -7,7 +7,7 @@ import types
 
 import tfpar
 from tests.graphs import ancestors, sums_of_devices, zeros_for_calls
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
@@ -114,7 +114,7 @@ def test_a_gradient_within_the_loss_is_refused(options, named):
 
     trainer = tfpar.Trainer(build, keras.optimizers.SGD(0.1), global_batch_size=8, devices=2, verbose=0, **options)
     with pytest.raises(ConfigError, match=f"{named}.*: the loss contains a gradient of the model"):
-        trainer.fit(*divided.data("dense"), steps=1)
+        trainer.fit(*divided_models.data("dense"), steps=1)
 
 
 def test_replicas_of_one_process():
@@ -203,7 +203,7 @@ def test_dropout_draws_the_numbers_of_one_device():
         config = tfpar.ExperimentConfig.from_flat_dict(options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         trainer = tfpar.Trainer(build, loss=loss, config=config, runtime=divided.runtime_of(strategy, mesh))
-        trainer.fit(*divided.data("dense"), steps=6)
+        trainer.fit(*divided_models.data("dense"), steps=6)
         found.append(divided.weights_of(trainer))
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -222,12 +222,12 @@ def test_what_one_mesh_saves_another_resumes(tmp_path):
 
 def test_the_users_own_model_gets_the_weights_back_and_may_be_frozen():
     keras.utils.set_random_seed(1)
-    model = divided.dense()
+    model = divided_models.dense()
     config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "mirrored", "mesh": "pipeline:2"})
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     runtime = divided.runtime_of("mirrored", "pipeline:2")
     trainer = tfpar.Trainer(model, loss=loss, metrics=["accuracy"], config=config, runtime=runtime)
-    x, y = divided.data("dense")
+    x, y = divided_models.data("dense")
     trainer.fit(x, y, steps=divided.STEPS)
     np.testing.assert_allclose(model.predict(x[:21], verbose=0), alone("dense")[2][0], rtol=1e-3, atol=1e-4)
     before = model.layers[0].kernel.numpy(), model.layers[-1].kernel.numpy()
@@ -270,19 +270,27 @@ def synchronized():
         (normalized, {}, "assigns .* in its forward pass .as SpectralNormalization does., which stages"),
         (synchronized, REPLICAS, r"a keras\..*, synchronises batch .* Use tfpar.models.BatchNormalization\(synchro"),
         (
-            functools.partial(divided.batch_statistics, synchronized=True),
+            functools.partial(divided_models.batch_statistics, synchronized=True),
             {**REPLICAS, "jit_compile": "true"},
             "--jit_compile=true: the model synchronises batch statistics .* Use --jit_compile=auto",
         ),
         (
-            functools.partial(divided.batch_statistics, synchronized=True),
+            functools.partial(divided_models.batch_statistics, synchronized=True),
             {**REPLICAS, "recompute": "blocks"},
             "--recompute=blocks: the model synchronises batch statistics",
         ),
-        (divided.dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),
-        (divided.dense, {"stages": "norm,third"}, "2 expressions for a pipeline of 2 stages. Give 1"),
-        (divided.dense, {"stages": "fifth"}, "'fifth' matches the path of no layer behind the first. The .*last"),
-        (divided.dense, {"stages": "("}, "is not a regular expression"),
+        (
+            divided_models.dense,
+            {"mesh": "pipeline:4", "stages_per_device": 3},
+            "has 9 layers .*, too few for 12 stages",
+        ),
+        (divided_models.dense, {"stages": "norm,third"}, "2 expressions for a pipeline of 2 stages. Give 1"),
+        (
+            divided_models.dense,
+            {"stages": "fifth"},
+            "'fifth' matches the path of no layer behind the first. The .*last",
+        ),
+        (divided_models.dense, {"stages": "("}, "is not a regular expression"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(build, options, message):
@@ -297,7 +305,7 @@ def test_what_cannot_be_cut_is_refused(build, options, message):
 
 def test_stages_begin_where_one_says():
     """A layer before a cut, and what it makes, belong to the stage before."""
-    model = divided.dense()
+    model = divided_models.dense()
     graph = keras_calls.graph_of(model)
     steps = steps_of(graph)
     cuts = cut_at("norm, fourth", [step.name for step in steps], 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import alone, assert_as_alone
 
 import keras
@@ -48,7 +48,7 @@ def penalised_activities() -> keras.Model:
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
     for build in (penalised, penalised_activities):
-        monkeypatch.setitem(divided.MODELS, build.__name__, build)
+        monkeypatch.setitem(divided_models.MODELS, build.__name__, build)
     alone.cache_clear()
 
 

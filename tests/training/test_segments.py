@@ -7,7 +7,7 @@ import json
 import re
 
 import tfpar
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.integration.test_multi_worker import launch
 from tests.training.test_pipeline import normalized, own, synchronized
 from tfpar.collectives.cost_model import NOTHING, Cost
@@ -77,12 +77,12 @@ def test_models_that_cannot_be_cut_are_refused(build, message):
 
 def test_more_segments_than_layers_are_refused():
     with pytest.raises(ConfigError, match=r"--jit_segments=12: model .* has 9 layers .*, too few for 12 segments"):
-        segments_of(divided.dense(), 12)
+        segments_of(divided_models.dense(), 12)
 
 
 def test_recurrent_layers_are_refused():
     with pytest.raises(ConfigError, match=r"--jit_segments=2: model .* has recurrent layers, .* Leave it out"):
-        segments_of(divided.recurrent(), 2)
+        segments_of(divided_models.recurrent(), 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import shutil
 from typing import Any
 
 import tfpar
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import alone, assert_as_alone
 from tfpar.parallel import weight_shards
 from tfpar.parallel.division import Shards
@@ -170,7 +170,7 @@ def gathers(monkeypatch, mesh: str, devices: int, model: Any, **options: Any) ->
         return gather(place, shards, splits)
 
     monkeypatch.setattr(weight_shards, "_gather", counted)
-    monkeypatch.setitem(divided.MODELS, "attention", model)
+    monkeypatch.setitem(divided_models.MODELS, "attention", model)
     on(mesh, devices, model="attention", steps=1, **WEIGHTS, **options)
     return sizes
 
@@ -180,13 +180,13 @@ def test_a_table_is_gathered_once_to_look_tokens_up(mesh, devices, monkeypatch):
     """Not again in the backward pass, which needs nothing of it. Others are gathered in both passes, also where a model
     axis has replaced the calls of their layers."""
     sizes = gathers(monkeypatch, mesh, devices, table_and_head)
-    of_table, of_dense = (sizes.count([size]) for size in (divided.VOCABULARY * 64, 64 * 96))
+    of_table, of_dense = (sizes.count([size]) for size in (divided_models.VOCABULARY * 64, 64 * 96))
     assert 0 < of_table < of_dense
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_weights_of_a_block_are_gathered_together_beside_a_model_axis(sequence_parallel, monkeypatch):
-    model = divided.MODELS["language_model"]
+    model = divided_models.MODELS["language_model"]
     sizes = gathers(monkeypatch, "data:2,model:2", 4, model, sequence_parallel=sequence_parallel)
     of_block = [each for each in sizes if len(each) > 1]
     assert len(of_block) == len([each for each in sizes if 3 * 32 * 32 in each]) > 0  # query, key, value and the rest
@@ -194,10 +194,10 @@ def test_the_weights_of_a_block_are_gathered_together_beside_a_model_axis(sequen
 
 
 def table_and_head() -> keras.Model:
-    tokens = keras.Input((divided.POSITIONS,), dtype="int32")
-    x = keras.layers.Dense(96, "relu")(keras.layers.Embedding(divided.VOCABULARY, 64)(tokens))
+    tokens = keras.Input((divided_models.POSITIONS,), dtype="int32")
+    x = keras.layers.Dense(96, "relu")(keras.layers.Embedding(divided_models.VOCABULARY, 64)(tokens))
     x = keras.layers.Dense(64)(x)
-    return keras.Model(tokens, keras.layers.Dense(divided.VOCABULARY)(x))
+    return keras.Model(tokens, keras.layers.Dense(divided_models.VOCABULARY)(x))
 
 
 class CountingTable(keras.layers.Embedding):
@@ -215,13 +215,13 @@ class CountingTable(keras.layers.Embedding):
 
 
 def counting() -> keras.Model:
-    tokens = keras.Input((divided.POSITIONS,), dtype="int32")
-    x = CountingTable(divided.VOCABULARY, 64)(tokens)
-    return keras.Model(tokens, keras.layers.Dense(divided.VOCABULARY)(x))
+    tokens = keras.Input((divided_models.POSITIONS,), dtype="int32")
+    x = CountingTable(divided_models.VOCABULARY, 64)(tokens)
+    return keras.Model(tokens, keras.layers.Dense(divided_models.VOCABULARY)(x))
 
 
 def test_losses_and_state_of_a_table_count(monkeypatch):
-    monkeypatch.setitem(divided.MODELS, "attention", counting)
+    monkeypatch.setitem(divided_models.MODELS, "attention", counting)
     options = {"model": "attention", "steps": 6}
     found, expected = divided.here("mirrored", "", 2, **WEIGHTS, **options), divided.here("mirrored", "", 2, **options)
     for name, value in divided.weights_of(found).items():
@@ -238,7 +238,7 @@ def test_weights_with_a_short_dimension(units, monkeypatch):
         widths = (1024, units, 1024, 3)
         return keras.Sequential([keras.Input((12,)), *(keras.layers.Dense(width, "tanh") for width in widths)])
 
-    monkeypatch.setitem(divided.MODELS, "narrow", narrow)
+    monkeypatch.setitem(divided_models.MODELS, "narrow", narrow)
     options = {"model": "narrow", "steps": 6}
     found = divided.weights_of(on("data:2,model:2", 4, **WEIGHTS, **options))
     for name, value in divided.weights_of(divided.here(**options)).items():
@@ -254,11 +254,11 @@ def test_all_places_take_the_same_step_of_a_schedule_of_the_optimizers_own(mesh)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.3, 1, 0.3))
         trainer = tfpar.Trainer(
-            *(divided.dense, optimizer, loss),
+            *(divided_models.dense, optimizer, loss),
             config=tfpar.ExperimentConfig.from_flat_dict(config),
             runtime=divided.runtime_of(strategy, mesh, devices),
         )
-        trainer.fit(*divided.data("dense"), steps=4)
+        trainer.fit(*divided_models.data("dense"), steps=4)
         return divided.weights_of(trainer)
 
     expected = trained("one_device")
@@ -373,9 +373,9 @@ def test_gradients_whose_squares_float32_does_not_hold_are_clipped(mesh, shard):
     def loss(y, outputs):
         return 1e21 * keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True)
 
-    trainer = tfpar.Trainer(divided.dense, loss=loss, config=config, runtime=runtime)
+    trainer = tfpar.Trainer(divided_models.dense, loss=loss, config=config, runtime=runtime)
     before = divided.weights_of(trainer)
-    trainer.fit(*divided.data("dense"), steps=1)
+    trainer.fit(*divided_models.data("dense"), steps=1)
     change = (
         sum(float(np.sum((value - before[name]) ** 2)) for name, value in divided.weights_of(trainer).items()) ** 0.5
     )

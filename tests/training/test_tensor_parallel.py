@@ -6,7 +6,7 @@ import functools
 import pathlib
 
 import tfpar
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tfpar import models
 from tfpar.checkpoint.run_state import params_sha256
 from tfpar.config import ConfigError
@@ -34,7 +34,9 @@ def alone(model: str, **options) -> tuple[dict[str, np.ndarray], dict[str, float
 
 
 def predictions_of(trainer: tfpar.Trainer, model: str) -> list[np.ndarray]:
-    return keras.tree.flatten(trainer.predict(divided.first_of(divided.data(model)[0], divided.PREDICTED)))
+    return keras.tree.flatten(
+        trainer.predict(divided_models.first_of(divided_models.data(model)[0], divided.PREDICTED))
+    )
 
 
 def assert_as_alone(trainer: tfpar.Trainer, model: str, *, apart: str = "", **options) -> None:
@@ -52,7 +54,7 @@ def assert_predicts_alone(trainer: tfpar.Trainer, model: str) -> None:
     """The chief's pictures with predictions come of one call of the model outside of its devices' programs."""
     params = trainer.program.first_copies(trainer.program.eval_weights())
     others = trainer.program.first_copies(trainer.model.non_trainable_variables)
-    x = divided.data(model)[0][:5]
+    x = divided_models.data(model)[0][:5]
     found = trainer.program.predict_alone(params, others, (x[np.newaxis], (), ()))
     np.testing.assert_allclose(found.numpy(), trainer.predict(x), rtol=1e-4, atol=1e-5)
 
@@ -100,7 +102,7 @@ def bytes_of_language_model(trainer: tfpar.Trainer, metrics: int, gathers: int =
       gathers: Of activations beside logits.
     """
     devices, depth, width = trainer.topology.mesh.model, 2, 32
-    positions = divided.COMMON["global_batch_size"] // trainer.topology.replicas * divided.POSITIONS
+    positions = divided.COMMON["global_batch_size"] // trainer.topology.replicas * divided_models.POSITIONS
     weights = [each for each in trainer.model.trainable_variables if not split_of(each)]
     whole = sum(int(np.prod(each.shape)) for each in weights)
     sidecar = 1 + 1 + len(trainer.program.core.metric_variables)  # count and loss, beside the gradients
@@ -139,7 +141,7 @@ def test_sequence_parallelism(mesh):
     norm = trainer.model.get_layer("block0").mlp_norm
     keras_calls.replace_call(norm, lambda layer, plain, x: (seen.append(x.shape[1:]), plain(x))[1])
     assert_as_alone(trainer, model)
-    assert {*map(tuple, seen)} == {(divided.POSITIONS // devices, 32)}
+    assert {*map(tuple, seen)} == {(divided_models.POSITIONS // devices, 32)}
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": "final_norm", "recompute": "blocks"}])
@@ -183,23 +185,23 @@ def test_losses_that_are_divided_by_different_numbers(options):
 
 
 def attention_with_scores(axes: tuple[int, ...] | None = None) -> keras.Model:
-    x = inputs = keras.Input((divided.POSITIONS,), dtype="int32")
-    x = keras.layers.Embedding(divided.VOCABULARY, 32)(x)
-    x = keras.layers.Reshape((2, divided.POSITIONS // 2, 32))(x) if axes else x
+    x = inputs = keras.Input((divided_models.POSITIONS,), dtype="int32")
+    x = keras.layers.Embedding(divided_models.VOCABULARY, 32)(x)
+    x = keras.layers.Reshape((2, divided_models.POSITIONS // 2, 32))(x) if axes else x
     attention = keras.layers.MultiHeadAttention(4, 8, attention_axes=axes, name="attention")
     x, scores = attention(x, x, return_attention_scores=True)
-    x = keras.layers.Reshape((divided.POSITIONS, 32))(x)
-    scores = keras.layers.Reshape((divided.POSITIONS, -1))(keras.ops.square(scores))
-    return keras.Model(inputs, keras.layers.Dense(divided.VOCABULARY)(keras.layers.Concatenate()([x, scores])))
+    x = keras.layers.Reshape((divided_models.POSITIONS, 32))(x)
+    scores = keras.layers.Reshape((divided_models.POSITIONS, -1))(keras.ops.square(scores))
+    return keras.Model(inputs, keras.layers.Dense(divided_models.VOCABULARY)(keras.layers.Concatenate()([x, scores])))
 
 
 def test_attention_returns_the_scores_of_all_heads(monkeypatch):
-    monkeypatch.setitem(divided.MODELS, "attention", attention_with_scores)
+    monkeypatch.setitem(divided_models.MODELS, "attention", attention_with_scores)
     options = {"model": "attention", "steps": 6, "eval_batch_size": 12}
     expected = divided.weights_of(divided.here(**options))
     for name, value in divided.weights_of(divided.here("mirrored", "model:2", 2, **options)).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
-    monkeypatch.setitem(divided.MODELS, "attention", functools.partial(attention_with_scores, (2,)))
+    monkeypatch.setitem(divided_models.MODELS, "attention", functools.partial(attention_with_scores, (2,)))
     with pytest.raises(ConfigError, match=r"'?attention'? returns its scores, of shape .*'attention': 'whole'"):
         divided.here("mirrored", "model:2", 2, **options)
 
@@ -221,7 +223,7 @@ def test_dropout_of_positions_draws_for_each_device():
     ("model", "message"), [("gpt2", "has no divided block that allows it"), ("vit", "5 positions")]
 )
 def test_positions_that_cannot_be_divided_are_refused(model, message):
-    built = divided.MODELS[model]()
+    built = divided_models.MODELS[model]()
     with pytest.raises(ConfigError, match=message):
         divide_positions(built, find_layout(built, 2), 2)
 
@@ -251,7 +253,7 @@ def test_convolutions_are_divided_by_channels():
     assert_as_alone(trainer, **options)
     found = {each.path for each in trainer.model.trainable_variables if split_of(each)}
     assert found == {f"stage1_block0_{name}_conv/kernel" for name in "ab"}
-    asked = find_layout(divided.resnet(), 2, {"(stem|shortcut)_conv": "gather"})
+    asked = find_layout(divided_models.resnet(), 2, {"(stem|shortcut)_conv": "gather"})
     ways = {layer.name: layout.way for layer, layout in asked.values()}
     assert ways["stem_conv"] == ways["stage1_block0_shortcut_conv"] == "gather"
 
@@ -260,10 +262,10 @@ def test_heads_are_not_cut():
     """A block whose heads the axis does not divide has its outputs gathered instead."""
     trainer = divided.here("mirrored", "model:2", model="three_heads", steps=4)
     assert_as_alone(trainer, model="three_heads", steps=4)
-    ways = {layer.name: layout.way for layer, layout in find_layout(divided.three_heads(), 2).values()}
+    ways = {layer.name: layout.way for layer, layout in find_layout(divided_models.three_heads(), 2).values()}
     assert ways["qkv"] == "gather"
     with pytest.raises(ConfigError, match="has no divided block that allows it"):
-        divide_positions(model := divided.three_heads(), find_layout(model, 2), 2)
+        divide_positions(model := divided_models.three_heads(), find_layout(model, 2), 2)
 
 
 @pytest.mark.parametrize(
@@ -300,26 +302,26 @@ def test_what_one_mesh_saves_another_resumes(tmp_path):
 
 def test_a_model_is_built_without_values():
     """Each variable gets its own when it is moved; it need not fit in the memory of the host."""
-    for build in (divided.language_model, divided.resnet, divided.gpt2):
+    for build in (divided_models.language_model, divided_models.resnet, divided_models.gpt2):
         made, _ = build_on_host(build, tf.distribute.get_strategy(), announced=False)
         assert all(map(is_deferred, made.variables))
 
 
 def test_the_users_own_model_gets_the_weights_back():
     keras.utils.set_random_seed(1)
-    model = divided.dense()
+    model = divided_models.dense()
     runtime = divided.runtime_of("mirrored", "model:2")
     config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "mirrored", "mesh": "model:2"})
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = tfpar.Trainer(model, loss=loss, metrics=["accuracy"], config=config, runtime=runtime)
-    x, y = divided.data("dense")
+    x, y = divided_models.data("dense")
     trainer.fit(x, y, steps=divided.STEPS)
     np.testing.assert_allclose(model.predict(x[:21], verbose=0), alone("dense")[2][0], rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_of_what_is_divided_draws_for_each_device():
     """The same numbers on each would make units of different devices share their masks."""
-    model = divided.dense()
+    model = divided_models.dense()
     ways = {layer.name: layout.way for layer, layout in find_layout(model, 2).values()}
     assert ways == {
         "first": "column",
@@ -353,9 +355,11 @@ def test_what_cannot_be_divided_is_refused(options, message):
     runtime = divided.runtime_of("mirrored", "model:2")
     trained = {"loss": "sparse_categorical_crossentropy", "config": config, "runtime": runtime}
     with pytest.raises(ConfigError, match=message):
-        tfpar.Trainer(divided.dense, layout=options.get("layout"), **trained).fit(*divided.data("dense"), steps=1)
+        tfpar.Trainer(divided_models.dense, layout=options.get("layout"), **trained).fit(
+            *divided_models.data("dense"), steps=1
+        )
 
 
 def test_a_layout_needs_a_mesh():
     with pytest.raises(ConfigError, match="layout determines how layers are divided"):
-        tfpar.Trainer(divided.dense, loss="mse", layout={"last": "gather"}, strategy="one_device", verbose=0)
+        tfpar.Trainer(divided_models.dense, loss="mse", layout={"last": "gather"}, strategy="one_device", verbose=0)

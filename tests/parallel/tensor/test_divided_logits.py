@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.arrays import Part, SavedArrays, index_of, write_arrays
 from tfpar.config import ConfigError
@@ -102,9 +102,9 @@ def called_inside() -> keras.Model:
 @pytest.mark.parametrize(
     ("build", "name"),
     [
-        (divided.language_model, "token_embedding"),
-        (divided.grouped_query, "token_embedding"),
-        (divided.attention, "logits"),
+        (divided_models.language_model, "token_embedding"),
+        (divided_models.grouped_query, "token_embedding"),
+        (divided_models.attention, "logits"),
         (dense_head, "head"),
         (lambda: dense_head(activation="softmax"), None),
         (lambda: dense_head(activity_regularizer="l2"), None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided_models
 from tests.training.model.test_keras_hub import llama
 from tfpar.config import ConfigError
 from tfpar.parallel.model_axis import ModelAxis
@@ -50,7 +50,7 @@ layers = keras.layers
 )
 def test_a_rule_that_does_not_fit_is_refused(model, size, rules, message):
     with pytest.raises(ConfigError, match=message):
-        find_layout(divided.MODELS[model](), size, rules)
+        find_layout(divided_models.MODELS[model](), size, rules)
 
 
 def test_a_map_of_weights_that_does_not_fit_is_refused():
@@ -61,14 +61,14 @@ def test_a_map_of_weights_that_does_not_fit_is_refused():
 
 def test_rules_by_heads_divide_as_automatic_ones_do():
     rules = {"attention$": "heads"}
-    found, automatic = (find_layout(divided.attention(), 2, given) for given in (rules, None))
+    found, automatic = (find_layout(divided_models.attention(), 2, given) for given in (rules, None))
     assert sorted(layout.way for _, layout in found.values()) == sorted(layout.way for _, layout in automatic.values())
 
 
 @pytest.mark.parametrize("later", [{"attention": "heads"}, {".": "whole"}])
 def test_the_first_of_the_rules_that_match_counts(later):
     """A later rule divides what is left: it neither fails on nor changes what an earlier one has divided."""
-    model = divided.attention()
+    model = divided_models.attention()
     attention = next(layer for layer in model.layers if isinstance(layer, keras.layers.MultiHeadAttention))
     found, automatic = (find_layout(model, 2, rules) for rules in ({f"^{attention.path}$": "heads", **later}, None))
     ways, expected = (
@@ -81,12 +81,12 @@ def test_the_first_of_the_rules_that_match_counts(later):
 
 def test_automatic_rules_name_what_stays_whole(caplog):
     """Attention of three heads over two devices, and the share of the weights that no other way divides."""
-    model = divided.three_heads()
+    model = divided_models.three_heads()
     caplog.set_level(logging.INFO, "tfpar")
     divide_layers(model, ModelAxis([["/cpu:0"], ["/cpu:1"]], 0, 2), announced=True)
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     block, kept = model.get_layer("block0"), 0
-    layouts = find_layout(divided.three_heads(), 2)
+    layouts = find_layout(divided_models.three_heads(), 2)
     divided_names = {layer.name for layer, _ in layouts.values()}
     for inner in (block.qkv, block.attention_out, block.mlp_in, block.mlp_out):
         kept += inner.bias.shape[0] * (inner.name not in divided_names)
@@ -96,8 +96,8 @@ def test_automatic_rules_name_what_stays_whole(caplog):
 
 
 def test_nothing_is_named_where_all_divides():
-    assert not find_indivisible(divided.attention(), 2)
-    assert not find_indivisible(divided.three_heads(), 3)
+    assert not find_indivisible(divided_models.attention(), 2)
+    assert not find_indivisible(divided_models.three_heads(), 3)
 
 
 def test_weights_that_cannot_be_cut_at_all():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided_models
 from tests.training.model.test_keras_hub import gpt2, llama
 from tfpar.config import ConfigError
 from tfpar.parallel.tensor.layout import find_layout
@@ -55,7 +55,7 @@ def test_axes_and_dims_of_weights():
     layout = keras.distribution.LayoutMap(None)
     layout[".*(first|second)/kernel"] = (None, "model")
     layout[".*third/kernel"] = ("batch", "model")
-    found = find_weight_layout(divided.dense(), 2, layout)
+    found = find_weight_layout(divided_models.dense(), 2, layout)
     assert ways(found)["sequential/third"] == "gather"
     assert ways(found)["sequential/first"] == "column"
 
@@ -77,7 +77,7 @@ def test_axes_and_dims_of_weights():
 def test_what_cannot_be_carried_out_is_refused(rules, message):
     def find() -> None:
         assert names_weights(rules)
-        find_weight_layout(divided.dense(), 2, rules)
+        find_weight_layout(divided_models.dense(), 2, rules)
 
     with pytest.raises(ConfigError, match=message):
         find()
@@ -87,4 +87,4 @@ def test_a_map_for_another_mesh_is_refused():
     layout = keras.distribution.LayoutMap(mesh(4))
     layout["sequential/first/kernel"] = (None, "model")
     with pytest.raises(ConfigError, match="DeviceMesh has 4 devices on the axis 'model', and --mesh has 2"):
-        find_weight_layout(divided.dense(), 2, layout)
+        find_weight_layout(divided_models.dense(), 2, layout)

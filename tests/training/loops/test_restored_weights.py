@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import tfpar
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 
 import keras
 import numpy as np
@@ -25,12 +25,12 @@ def stopped(**options: Any) -> tfpar.Trainer:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(
-        divided.dense,
+        divided_models.dense,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
     )
-    x, y = divided.data("dense")
+    x, y = divided_models.data("dense")
     stopping = keras.callbacks.EarlyStopping(patience=1, min_delta=100.0, restore_best_weights=True)
     trainer.results = trainer.fit(x, y, epochs=9, validation=(x[:50], y[:50]), callbacks=[stopping])
     assert (stopping.best_epoch, stopping.stopped_epoch) == (0, 1)
@@ -57,7 +57,7 @@ def test_early_stopping_restores_whole_weights(places):
 def test_weights_of_another_shape_are_refused():
     trainer = divided.made_here("mirrored", "model:2", 2)
     listed = trainer.model.get_weights()
-    assert [value.shape for value in listed] == [value.shape for value in divided.dense().get_weights()]
+    assert [value.shape for value in listed] == [value.shape for value in divided_models.dense().get_weights()]
     with pytest.raises(ValueError, match="has 14 weights, but got 13"):
         trainer.model.set_weights(listed[1:])
     with pytest.raises(ValueError, match=r"first/kernel has shape \(12, 64\), but got \(12, 32\)"):

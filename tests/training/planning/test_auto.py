@@ -8,7 +8,7 @@ import sys
 
 import tfpar
 from tests import nursery
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tfpar.cluster import rendezvous
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.inputs import from_arrays
@@ -38,8 +38,8 @@ def config(**changes) -> ExperimentConfig:
 def trained(**changes) -> tfpar.Trainer:
     keras.utils.clear_session(free_memory=False)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    trainer = tfpar.Trainer(divided.dense, loss=loss, config=config(**changes))
-    x, y = divided.data("dense")
+    trainer = tfpar.Trainer(divided_models.dense, loss=loss, config=config(**changes))
+    x, y = divided_models.data("dense")
     trainer.fit(x[:32], y[:32])
     return trainer
 
@@ -54,7 +54,7 @@ def test_a_run_follows_its_plan_and_a_resumed_run_keeps_it(tmp_path, caplog):
     for ours, theirs in zip(divided.weights_of(planned).values(), divided.weights_of(given).values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     # There is room for a replica on each device now.
-    again = auto.planned(config(mesh="auto", workdir=str(tmp_path)), auto.Subject(build=divided.dense))
+    again = auto.planned(config(mesh="auto", workdir=str(tmp_path)), auto.Subject(build=divided_models.dense))
     assert again == chosen
 
 
@@ -66,7 +66,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
 def test_weights_that_are_not_decayed_are_those_of_the_model():
     """Not of the weight with which the optimizer is counted and timed, a kernel."""
     options = config(mesh="auto", device_memory="1GiB", weight_decay=0.1, weight_decay_exclude="kernel")
-    assert auto.planned(options, auto.Subject(build=divided.dense))["mesh"]
+    assert auto.planned(options, auto.Subject(build=divided_models.dense))["mesh"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_model_that_is_not_known_is_asked_for():
 )
 def test_what_no_plan_can_mend_is_refused_before_one_is_made(options, message, monkeypatch):
     monkeypatch.setattr(auto, "planned", lambda *_: pytest.fail("a plan was made"))
-    x, y = divided.data("dense")
+    x, y = divided_models.data("dense")
     with pytest.raises(ConfigError, match=message):
         tfpar.initialize(config(mesh="auto", **options), from_arrays(x, y))
 

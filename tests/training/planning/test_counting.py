@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from tests.integration.scripts import divided
+from tests.integration.scripts import divided, divided_models
 from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls, keras_internals
@@ -30,7 +30,7 @@ GRAPHS = ("language_model", "resnet", "branches")
 @pytest.fixture(scope="module")
 def counted():
     """Each model is counted once."""
-    built = {name: divided.MODELS[name]() for name in GRAPHS}
+    built = {name: divided_models.MODELS[name]() for name in GRAPHS}
     return {name: (model, count_model(model, [2])) for name, model in built.items()}
 
 
