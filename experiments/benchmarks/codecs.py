@@ -18,25 +18,27 @@ triad, `y = a * x + y` over as many elements, is compiled for the same instructi
 from __future__ import annotations
 
 import concurrent.futures
-import ctypes
 import functools
 import itertools
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for its other modules, when started as a script
+
 import tfpar
 import tfpar_ops
+from experiments.benchmarks.codecs_core import Core, gradient
+from experiments.benchmarks.codecs_numpy import numpy_operations
 from tfpar.config import ConfigError, flags
 from tfpar.doctor import describe_machine
 from tfpar_ops import Codec
 
-import ml_dtypes
-import numpy as np
 from absl import flags as absl_flags
 
 SIZES = {"4KB": 1 << 12, "1MB": 1 << 20, "100MB": 100 << 20}  # bytes of gradient
@@ -62,111 +64,9 @@ SLOW = absl_flags.DEFINE_boolean("slow", True, "Measure the reference and NumPy 
 TURNS = 9
 LARGEST_SHARE = 1.05  # of the triad that is not noise
 
-_CASTS = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
-
 Name = TypeVar("Name")
 Key = tuple[str, str, str]  # operation, codec, size
 Times = dict[tuple[Key, str], float]  # seconds of a call, by key and implementation
-
-
-class _Options(ctypes.Structure):
-    """tfpar_codec of codec.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "block", "keep", "scale_bits", "stochastic")),
-        *((name, ctypes.c_uint64) for name in ("seed", "step")),
-    ]
-
-
-class _Vector(ctypes.Structure):
-    """tfpar_vector, of one part."""
-
-    _fields_ = [
-        ("data", ctypes.POINTER(ctypes.c_void_p)),
-        ("offset", ctypes.POINTER(ctypes.c_int64)),
-        ("parts", ctypes.c_int64),
-    ]
-
-
-def aligned(elements: int, dtype: type = np.float32) -> np.ndarray:
-    """Zeros at a multiple of 64 bytes, where TensorFlow allocates too, their pages already there."""
-    size = elements * np.dtype(dtype).itemsize
-    memory = np.zeros(size + 64, np.uint8)
-    memory[:] = 0
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype)
-
-
-def gradient(elements: int, seed: int = 0) -> np.ndarray:
-    """Numbers such as a gradient has."""
-    values = aligned(elements)
-    values[:] = np.random.default_rng(seed).standard_normal(elements, np.float32) * np.float32(1e-3)
-    return values
-
-
-class Core:
-    """The library's C interface on buffers of its own, for one codec and length."""
-
-    def __init__(self, codec: Codec, elements: int, peers: int) -> None:
-        path = Path(tfpar_ops.__file__).with_name("libtfpar_ops.so")
-        self._library = ctypes.CDLL(str(path))
-        scale_bits = 8 * codec.scale_bytes if codec.has_scale else 0
-        stochastic = int(codec.rounding == "stochastic")
-        self._options = _Options(codec.format.number, codec.block, codec.keep, scale_bits, stochastic)
-        self._elements, self._peers, self.blocks = elements, peers, codec.blocks(elements)
-        self._x, self._residual, self._sum = gradient(elements), aligned(elements), aligned(elements)
-        self._payloads = [aligned(codec.payload_bytes(elements), np.uint8) for _ in range(peers)]
-        self._rows = (ctypes.c_void_p * peers)(*(payload.ctypes.data for payload in self._payloads))
-        self._offset = (ctypes.c_int64 * 2)(0, elements)
-        for payload in self._payloads:
-            self._library.tfpar_write_frame(
-                ctypes.byref(self._options), ctypes.c_int64(elements), ctypes.c_void_p(payload.ctypes.data)
-            )
-            self._encode(payload)(0, self.blocks)
-
-    def _vector(self, values: np.ndarray) -> _Vector:
-        return _Vector((ctypes.c_void_p * 1)(values.ctypes.data), self._offset, 1)
-
-    def _encode(self, payload: np.ndarray) -> Callable[[int, int], None]:
-        function, x = self._library.tfpar_encode, self._vector(self._x)
-        function.restype, integer, pointer = None, ctypes.c_int64, ctypes.c_void_p
-        function.argtypes = [pointer, pointer, integer, integer, pointer, pointer, pointer, integer, integer, pointer]
-        residual = self._residual.ctypes.data
-        fixed = (
-            ctypes.byref(self._options),
-            ctypes.byref(x),
-            0,
-            self._elements,
-            residual,
-            residual,
-            payload.ctypes.data,
-        )
-        return lambda first, last: function(*fixed, first, last, None)
-
-    def encode(self) -> Callable[[int, int], None]:
-        """Encodes blocks [first, last) with the residual in place."""
-        return self._encode(self._payloads[0])
-
-    def decode_sum(self) -> Callable[[int, int], None]:
-        """Decodes and sums blocks [first, last) of all peers."""
-        function, out = self._library.tfpar_decode_sum, self._vector(self._sum)
-        integer, pointer = ctypes.c_int64, ctypes.c_void_p
-        function.argtypes = [pointer, integer, pointer, integer, ctypes.c_float, pointer, integer, integer, integer]
-        fixed = (ctypes.byref(self._options), self._elements, self._rows, self._peers, 0.25, ctypes.byref(out), 0)
-        return lambda first, last: function(*fixed, first, last)
-
-    def triad(self) -> Callable[[int, int], None]:
-        """y = a * x + y for the elements of blocks [first, last)."""
-        function, block = self._library.tfpar_triad, self._options.block
-        function.restype, pointer = None, ctypes.c_void_p
-        function.argtypes = [ctypes.c_float, pointer, pointer, ctypes.c_int64]
-        x, y = self._x.ctypes.data, self._sum.ctypes.data
-
-        def call(first: int, last: int) -> None:
-            begin, end = min(first * block, self._elements), min(last * block, self._elements)
-            function(1e-6, x + 4 * begin, y + 4 * begin, end - begin)
-
-        return call
 
 
 def seconds_of(repeat: Callable[[int], object], least: float) -> float:
@@ -343,76 +243,6 @@ def seconds_beside_triad(loop: Callable[[int], object], core: Core, threads: int
     """Seconds of a turn of TensorFlow's loop, and of the triad."""
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         return seconds_in_turns({"triad": spread(core.triad(), core.blocks, threads, pool), "TF": loop}, least)
-
-
-def numpy_operations(codec: Codec, gradient: np.ndarray, peers: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The two operations as one would write them by hand: much the same arithmetic, other bits."""
-    blocks = codec.blocks(gradient.size)
-    x = np.zeros([blocks, codec.block], np.float32)
-    x.reshape(-1)[: gradient.size] = gradient
-    residual = np.zeros_like(x)
-    rng = np.random.default_rng(0)
-
-    def encode_with_residual() -> Any:
-        v = x + residual
-        stored = numpy_encode(codec, v, rng)
-        np.subtract(v, numpy_decode(codec, *stored), out=residual)
-        return stored
-
-    payloads = [encode_with_residual() for _ in range(peers)]
-
-    def decode_and_sum() -> np.ndarray:
-        total = numpy_decode(codec, *payloads[0])
-        for payload in payloads[1:]:
-            total += numpy_decode(codec, *payload)
-        total *= np.float32(0.25)
-        return total
-
-    return encode_with_residual, decode_and_sum
-
-
-def numpy_encode(codec: Codec, v: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales (for topk: positions) of float32 [blocks, block]."""
-    none = np.zeros([len(v), 0], np.float32)
-    if codec.kind in _CASTS:
-        return v.astype(_CASTS[codec.kind]), none
-    if codec.kind == "topk":
-        positions = np.argpartition(np.abs(v), -codec.keep, axis=1)[:, -codec.keep :].astype(np.uint16)
-        return np.take_along_axis(v, positions.astype(np.int64), 1).astype(ml_dtypes.bfloat16), positions
-    if codec.kind == "sign":
-        return np.packbits(v < 0, axis=1), np.mean(np.abs(v), axis=1, keepdims=True)
-    largest = 448 if codec.kind == "fp8" else (1 << (codec.format.code_bits - 1)) - 1
-    scale = np.maximum(np.abs(v).max(axis=1, keepdims=True) / np.float32(largest), np.float32(2.0**-126))
-    t = v / scale
-    if codec.kind == "fp8":
-        return t.astype(ml_dtypes.float8_e4m3fn), scale
-    t = np.floor(t + rng.random(t.shape, np.float32)) if codec.rounding == "stochastic" else np.rint(t)
-    q = np.clip(t, -largest, largest).astype(np.int8)
-    if codec.format.code_bits == 8:
-        return q, scale
-    codes = (q + (1 << (codec.format.code_bits - 1))).astype(np.uint8)
-    planes = np.split(codes, 8 // codec.format.code_bits, axis=1)
-    packed = planes[0]
-    for number, plane in enumerate(planes[1:], 1):
-        packed = packed | plane << np.uint8(number * codec.format.code_bits)
-    return packed, scale
-
-
-def numpy_decode(codec: Codec, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [blocks, block] of what `encode` made."""
-    if codec.kind in _CASTS:
-        return codes.astype(np.float32)
-    if codec.kind == "topk":
-        out = np.zeros([len(codes), codec.block], np.float32)
-        np.put_along_axis(out, scales.astype(np.int64), codes.astype(np.float32), 1)
-        return out
-    if codec.kind == "sign":
-        return (1 - 2 * np.unpackbits(codes, axis=1).astype(np.float32)) * scales
-    if codec.kind == "fp8" or codec.format.code_bits == 8:
-        return codes.astype(np.float32) * scales
-    mask, middle = np.uint8((1 << codec.format.code_bits) - 1), np.float32(1 << (codec.format.code_bits - 1))
-    planes = [codes >> np.uint8(place) & mask for place in range(0, 8, codec.format.code_bits)]
-    return (np.concatenate(planes, axis=1).astype(np.float32) - middle) * scales
 
 
 def traffic(key: Key, peers: int) -> int:
