@@ -44,7 +44,8 @@ print(report(results))
 def test_the_exchange_says_what_is_predicted_once_per_link_and_exchange():
     lines = lines_of("""
 from absl import flags
-from experiments.benchmarks.exchange import Measured, Results, predictions
+from experiments.benchmarks.exchange import predictions
+from experiments.benchmarks.exchange_results import Measured, Results
 flags.FLAGS(["test"])
 ring, int4 = Measured([0.1]), Measured([0.1], beyond_ms=[10.4, None, 30.0, 1000.0])
 cells = [("resnet50", hosts, "1gbit", name) for hosts in (2, 4) for name in ("ring", "int4")]
