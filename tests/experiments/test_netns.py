@@ -84,7 +84,10 @@ def test_an_error_leaves_nothing_behind():
 
     def fail() -> None:
         with netns.network(2) as hosts:
-            started.append(subprocess.Popen(hosts.command(0, ["sleep", "600"])))
+            command = hosts.command(0, ["sleep", "600"])
+            started.append(subprocess.Popen(command))
+            while str(started[0].pid) not in subprocess.check_output(["ip", "netns", "pids", command[3]], text=True):
+                time.sleep(0.01)  # it is not on the host yet
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -33,7 +33,7 @@ from tfpar.inputs.made import MadePipeline, MadeSource
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
-from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, REINFORCEMENT, Source, SourceInfo, Weighted
+from tfpar.inputs.source import CLASSIFICATION, FEDERATED, LANGUAGE_MODEL, REINFORCEMENT, Source, SourceInfo, Weighted
 from tfpar.inputs.sources.anything import as_source
 from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.class_weights import with_class_weight
@@ -54,6 +54,7 @@ from tfpar.inputs.streams import POSITION as STREAM_POSITION
 __all__ = [
     "CLASSIFICATION",
     "ENDLESS",
+    "FEDERATED",
     "LANGUAGE_MODEL",
     "POSITION_PREFIX",
     "READ_ERRORS",

@@ -28,8 +28,9 @@ import tensorflow as tf
 CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
 REINFORCEMENT = "reinforcement"
+FEDERATED = "federated"
 STREAM = "stream"
-TASKS = (CLASSIFICATION, LANGUAGE_MODEL, REINFORCEMENT)
+TASKS = (CLASSIFICATION, LANGUAGE_MODEL, REINFORCEMENT, FEDERATED)
 STORAGES = ("memory", "files", "generated", STREAM)
 UNKNOWN = -1  # the number of examples of a stream that has not been counted
 # Inputs and labels of some examples, each a tensor [n, ...] or a structure of them.

@@ -234,7 +234,7 @@ class FederatedTrainer:
         if self.topology.replicas > 1:
             text += f"\nup to {elements.slots} clients on each of {self.topology.replicas} replicas"
         return inputs.MadeSource(
-            info=dataclasses.replace(population.source.info, task="federated", decode=None),
+            info=dataclasses.replace(population.source.info, task=inputs.FEDERATED, decode=None),
             text=text,
             steps_per_epoch=max(1, round(population.clients / options.clients_per_round)),
             line=((), "clients/s", 1.0 / per_client),
