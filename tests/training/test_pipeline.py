@@ -8,6 +8,7 @@ import types
 import tfpar
 from tests.graphs import ancestors, sums_of_devices, zeros_for_calls
 from tests.integration.scripts import divided, divided_models
+from tests.integration.scripts.divided_models import dense
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
@@ -222,7 +223,7 @@ def test_what_one_mesh_saves_another_resumes(tmp_path):
 
 def test_the_users_own_model_gets_the_weights_back_and_may_be_frozen():
     keras.utils.set_random_seed(1)
-    model = divided_models.dense()
+    model = dense()
     config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "mirrored", "mesh": "pipeline:2"})
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     runtime = divided.runtime_of("mirrored", "pipeline:2")
@@ -279,18 +280,10 @@ def synchronized():
             {**REPLICAS, "recompute": "blocks"},
             "--recompute=blocks: the model synchronises batch statistics",
         ),
-        (
-            divided_models.dense,
-            {"mesh": "pipeline:4", "stages_per_device": 3},
-            "has 9 layers .*, too few for 12 stages",
-        ),
-        (divided_models.dense, {"stages": "norm,third"}, "2 expressions for a pipeline of 2 stages. Give 1"),
-        (
-            divided_models.dense,
-            {"stages": "fifth"},
-            "'fifth' matches the path of no layer behind the first. The .*last",
-        ),
-        (divided_models.dense, {"stages": "("}, "is not a regular expression"),
+        (dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),
+        (dense, {"stages": "norm,third"}, "2 expressions for a pipeline of 2 stages. Give 1"),
+        (dense, {"stages": "fifth"}, "'fifth' matches the path of no layer behind the first. The .*last"),
+        (dense, {"stages": "("}, "is not a regular expression"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(build, options, message):
@@ -305,7 +298,7 @@ def test_what_cannot_be_cut_is_refused(build, options, message):
 
 def test_stages_begin_where_one_says():
     """A layer before a cut, and what it makes, belong to the stage before."""
-    model = divided_models.dense()
+    model = dense()
     graph = keras_calls.graph_of(model)
     steps = steps_of(graph)
     cuts = cut_at("norm, fourth", [step.name for step in steps], 3)

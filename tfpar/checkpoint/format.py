@@ -27,6 +27,7 @@ the directory, and a value of a wrong type counts as damage.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -170,6 +171,18 @@ def write_file(path: pathlib.Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file atomically: its name leads to the old content or to the new one, which is flushed before."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        write_file(temporary, content)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # it may be what fills the disk
+        raise
 
 
 def sync_directory(path: pathlib.Path) -> None:

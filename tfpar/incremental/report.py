@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pathlib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.checkpoint.format import write_file
+from tfpar.checkpoint.format import replace_file
 from tfpar.config import ExperimentConfig
 from tfpar.incremental import results
 from tfpar.incremental.checks import incremental_of
@@ -103,6 +102,4 @@ class Report:
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file atomically, and flushes it to the disk."""
-    temporary = path.with_name(f".{path.name}")
-    write_file(temporary, (json.dumps(content, indent=1) + "\n").encode())
-    os.replace(temporary, path)
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())

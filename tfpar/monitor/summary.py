@@ -177,19 +177,8 @@ def _is_disk_error(error: BaseException | None) -> bool:
 
 
 def _write_summary(path: pathlib.Path, content: dict[str, Any]) -> None:
-    temporary = path / ".summary.json"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        checkpoint_format.write_file(temporary, (json.dumps(_finite(content), indent=2) + "\n").encode())
-        os.replace(temporary, path / "summary.json")
-    except OSError:
-        _discard(temporary)
-        raise
-
-
-def _discard(path: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+    checkpoint_format.replace_file(path / SUMMARY, (json.dumps(_finite(content), indent=2) + "\n").encode())
 
 
 def _finite(value: Any) -> Any:

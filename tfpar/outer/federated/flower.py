@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.export import export_model
-from tfpar.checkpoint.format import write_file
+from tfpar.checkpoint.format import replace_file
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 from tfpar.optim.pure_update import pure_apply
@@ -367,9 +366,7 @@ class _Server:
             "params_sha256": run_state.params_sha256(model.trainable_variables),
             "federated": federated,
         }
-        temporary = workdir / ".summary.json"
-        write_file(temporary, (json.dumps(summary, indent=2) + "\n").encode())
-        os.replace(temporary, workdir / "summary.json")
+        replace_file(workdir / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
 
 def averaged_state(model: keras.Model) -> list[int]:
