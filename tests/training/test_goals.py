@@ -227,6 +227,11 @@ def weights(*shape: int) -> np.ndarray:
     return np.random.default_rng(11).uniform(0.0, 3.0, (EXAMPLES, *shape)).astype(np.float32)
 
 
+def classifier():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(3, kernel_initializer=seeded())(inputs))
+
+
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
 def test_a_weight_for_each_example(reduction):
     def build():
@@ -240,6 +245,17 @@ def test_a_weight_for_each_example(reduction):
     assert training.train(BATCH, 2) == pytest.approx(history, rel=2e-5)
     for ours, theirs in zip(training.weights(), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_weights_of_examples_may_have_a_negative_sum():
+    """As advantages have: the mean is divided by their sum."""
+    data = floats(4), classes(3), 1.0 - weights()
+    options = {"loss": sparse(reduction="mean_with_sample_weight")}
+    history, _, expected = fit(classifier, data, BATCH, **options)
+    training = Training(classifier, Goal(**options), data, 2)
+    assert training.train(BATCH, 2) == pytest.approx(history, rel=2e-5)
+    for ours, theirs in zip(training.weights(), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])

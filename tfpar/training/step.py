@@ -319,8 +319,9 @@ class TrainStep:
           vector: The summed sidecar.
           norm: Norm of the gradient sums.
         """
-        factor = 1.0 / tf.maximum(vector[self.sidecar.denominator], 1e-30)
-        norm = norm * factor
+        # The denominator is zero if nothing counted, and may be negative: a sum of sample weights.
+        factor = tf.math.divide_no_nan(1.0, vector[self.sidecar.denominator])
+        norm = norm * tf.abs(factor)
         if self._clip_norm:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
         return factor, norm

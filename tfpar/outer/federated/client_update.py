@@ -139,8 +139,8 @@ class LocalTraining:
         x, y = (tf.nest.map_structure(lambda part: tf.gather(part, rows)[tf.newaxis], each) for each in data[:2])
         weight = tf.gather(data.weight, rows) * tf.cast(places >= 0, tf.float32)
         sums = self.core.accumulate_alone(held.params, held.state, (x, y, weight[tf.newaxis]), fold_in(seed, index))
-        divisor = tf.maximum(self.core.denominator(sums), 1e-30)
-        gradients = [gradient / divisor for gradient in sums.gradients]
+        factor = tf.math.divide_no_nan(1.0, self.core.denominator(sums))
+        gradients = [gradient * factor for gradient in sums.gradients]
         if self.prox:
             gradients = [
                 gradient + self.prox * (own - server)

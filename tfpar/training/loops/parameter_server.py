@@ -126,12 +126,12 @@ class ParameterServerLoop:
                 f"--strategy=parameter_server: the model assigns its trainable weights {names} in its forward pass, "
                 "on which asynchronous workers cannot agree. Use --strategy=multi_worker."
             )
-        count = tf.maximum(program.core.denominator(sums), 1e-30)
-        mean = [gradient / count for gradient in sums.gradients]
+        factor = tf.math.divide_no_nan(1.0, program.core.denominator(sums))
+        mean = [gradient * factor for gradient in sums.gradients]
         norm = norms.l2_norm(mean)
         if clip_norm := program.config.optimizer.clip_norm:
-            factor = clip_norm / tf.maximum(norm, clip_norm)
-            mean = [gradient * factor for gradient in mean]
+            clipping = clip_norm / tf.maximum(norm, clip_norm)
+            mean = [gradient * clipping for gradient in mean]
         finite = tf.math.is_finite(norm) & tf.math.is_finite(sums.loss)
         with tf.control_dependencies([norm]):
             computed = tf.timestamp()
@@ -152,7 +152,7 @@ class ParameterServerLoop:
             done = tf.timestamp()
         zero = tf.zeros([], tf.float64)
         durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began, zero])
-        return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
+        return sums.loss * factor, sums.count, finite, norm, rate, durations, *sums.metrics
 
     def _rate_at(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         if self._context.schedule is not None:
