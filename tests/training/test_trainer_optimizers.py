@@ -6,6 +6,7 @@ import tfpar
 from tests.training.trainers import BATCH, trainer_of
 from tfpar import inputs
 from tfpar.config import ConfigError
+from tfpar.training.optimizer_spec import OptimizerSpec
 
 import keras
 import numpy as np
@@ -88,6 +89,18 @@ def test_options_without_effect_on_an_optimizer_object_are_refused(option):
     value = 3 if option == "warmup_steps" else 0.5
     with pytest.raises(ConfigError, match=f"{option}: without effect on the SGD object"):
         trainer_of(optimizer=keras.optimizers.SGD(0.07), **{option: value})
+
+
+def test_what_a_configuration_says_without_effect_on_an_optimizer_object_is_logged(messages):
+    config = tfpar.ExperimentConfig.from_flat_dict({"warmup_steps": 3, "weight_decay": 0.5, "schedule": "constant"})
+    OptimizerSpec.of(keras.optimizers.SGD(0.07), {}, config)
+    assert messages == [
+        "WARNING: schedule, warmup_steps, weight_decay of the configuration: without effect on the SGD object given as "
+        "optimizer. Set it there, or give the optimizer by name."
+    ]
+    OptimizerSpec.of(keras.optimizers.SGD(0.07), {"schedule": "constant"}, tfpar.ExperimentConfig())
+    OptimizerSpec.of("sgd", {}, config)
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("option", ["learning_rate", "schedule"])

@@ -35,12 +35,18 @@ class OptimizerSpec:
     keeps_own_rate: bool
 
     @classmethod
-    def of(cls, optimizer: keras.optimizers.Optimizer | str | None, options: Mapping[str, Any]) -> OptimizerSpec:
+    def of(
+        cls,
+        optimizer: keras.optimizers.Optimizer | str | None,
+        options: Mapping[str, Any],
+        config: ExperimentConfig | None = None,
+    ) -> OptimizerSpec:
         """The optimizer that was given to `Trainer`.
 
         Args:
           optimizer: A Keras optimizer, a name, or None for the one that the options name.
           options: Options given beside it.
+          config: The configuration of the run; what it says without effect on an object is logged.
 
         Raises:
           ConfigError: Not a Keras optimizer, one that cannot be used, or options without effect on an object.
@@ -49,6 +55,8 @@ class OptimizerSpec:
             return cls(None, False)
         if isinstance(optimizer, keras.optimizers.Optimizer):
             _check_has_effect(optimizer, options)
+            if config is not None:
+                _note_what_has_none(optimizer, options, config)
         optimizers.check_optimizer(optimizer)
         return cls(optimizer, "schedule" not in options)
 
@@ -171,12 +179,32 @@ def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:
 def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: Mapping[str, Any]) -> None:
     """Refuses options that determine how an optimizer is built or driven, if an optimizer that is already built is
     given."""
-    idle = {"optimizer_args", "weight_decay", "weight_decay_exclude", "ema"} & options.keys()
-    if "schedule" not in options:
-        idle |= {"learning_rate", "base_batch_size", "schedule_args", "warmup_steps"} & options.keys()
-    if idle:
+    if idle := _without_effect(options) & options.keys():
         remedy = "" if "schedule" in options else ", or give a schedule=... that replaces the object's learning rate"
         raise ConfigError(
             f"{', '.join(sorted(idle))}: without effect on the {type(optimizer).__name__} object given as optimizer. "
             f"Set it there, or give the optimizer by name{remedy}."
         )
+
+
+def _note_what_has_none(
+    optimizer: keras.optimizers.Optimizer, options: Mapping[str, Any], config: ExperimentConfig
+) -> None:
+    """Logs what a configuration says differently from the defaults, but without effect on an optimizer object. It is
+    no error, because one configuration may serve runs with an object and without."""
+    said, default = config.as_flat_dict(), ExperimentConfig().as_flat_dict()
+    names = _without_effect(options) | (set() if "schedule" in options else {"schedule"})
+    if idle := sorted(name for name in names if said[name] != default[name]):
+        _log.warning(
+            "%s of the configuration: without effect on the %s object given as optimizer. Set it there, or give the "
+            "optimizer by name.",
+            ", ".join(idle),
+            type(optimizer).__name__,
+        )
+
+
+def _without_effect(options: Mapping[str, Any]) -> set[str]:
+    """Names of options that have no effect on an optimizer object."""
+    built = {"optimizer_args", "weight_decay", "weight_decay_exclude", "ema"}
+    driven = {"learning_rate", "base_batch_size", "schedule_args", "warmup_steps"}
+    return built if "schedule" in options else built | driven

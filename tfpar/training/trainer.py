@@ -121,7 +121,7 @@ class Trainer:
         optimizer, goal = _with_compiled(model, optimizer, goal)
         optimizer, given = with_own_accumulation(optimizer, given, config)
         config = _with_options(config, given, optimizer)
-        spec = OptimizerSpec.of(optimizer, given)
+        spec = OptimizerSpec.of(optimizer, given, config)
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
         aim = goal if objective is None else OwnGoal.instead_of(goal, objective)
         if runtime is not None:

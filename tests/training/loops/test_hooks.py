@@ -107,6 +107,15 @@ def test_one_worker_that_stops_stops_all():
     assert hooks.run(LoopState(3, 9)).stop
 
 
+def test_a_factor_on_a_rate_that_an_optimizer_object_keeps_is_refused():
+    def halve(state):
+        return state.replace(lr_multiplier=0.5)
+
+    hooks = HookRows([], [Hook(1, halve)], [], metric_results=dict, gather=lambda own, activity: [own], scheduled=False)
+    with pytest.raises(ConfigError, match=r"halve returned lr_multiplier=0\.5, but the optimizer object keeps"):
+        hooks.run(LoopState(3, 9))
+
+
 def test_a_learning_rate_that_one_worker_changes_alone_is_refused():
     def gather(own, activity):
         return [own, [False, 1.0]]

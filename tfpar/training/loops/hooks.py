@@ -109,6 +109,7 @@ class HookRows:
       metric_results: Metrics by name from their summed states.
       gather: `(value, activity) -> values of all workers`, for values that JSON can represent; `activity` as for
         `WorkerAgreement`. All workers call it together, and only if there are user rows.
+      scheduled: Whether the run has a schedule, whose rate a hook can multiply. An optimizer object may have its own.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class HookRows:
         ends_of_epochs: Sequence[Hook] = (),
         metric_results: MetricResults,
         gather: Callable[[Any, str], list[Any]],
+        scheduled: bool = True,
     ) -> None:
         groups = (ends_of_batches, before, user, watching, ends_of_epochs, after)
         self._groups = [[_Row(hook) for hook in group] for group in groups]
         self._metric_results = metric_results
         self._gather = gather
+        self._scheduled = scheduled
 
     @property
     def _rows(self) -> list[_Row]:
@@ -184,7 +187,14 @@ class HookRows:
                 )
             stop = bool(result.stop)  # comparing numbers of NumPy gives an np.bool_
             by = result.stopped_by or f"the hook {_name(row.hook)}" if stop else ""
-            state = state.replace(stop=stop, stopped_by=by, lr_multiplier=_multiplier(row.hook, result))
+            multiplier = _multiplier(row.hook, result)
+            if multiplier != state.lr_multiplier and not self._scheduled:
+                raise ConfigError(
+                    f"the hook {_name(row.hook)} returned lr_multiplier={multiplier:g}, but the optimizer object keeps "
+                    "its own learning rate. Assign trainer.optimizer.learning_rate, or give Trainer a schedule=..., "
+                    "such as schedule='constant', which scales that rate."
+                )
+            state = state.replace(stop=stop, stopped_by=by, lr_multiplier=multiplier)
         gathered = self._gather([state.stop, state.lr_multiplier], f"the hooks after step {state.step}")
         stops, multipliers = zip(*gathered, strict=True)
         if len({*multipliers}) > 1:

@@ -98,6 +98,7 @@ class Run:
             ends_of_epochs=callbacks.ends_of_epochs if callbacks else (),
             metric_results=context.info.metric_results,
             gather=lambda value, activity: context.agreement.during(activity).gather(value),
+            scheduled=context.schedule is not None,
         )
 
     @property
