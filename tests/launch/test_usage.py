@@ -45,6 +45,16 @@ def test_usage_errors(arguments: list[str], expected: str, capsys: pytest.Captur
     assert shown.out == ""
 
 
+def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch) -> None:
+    """Workers are started with `python -m`, which looks there; the console script does not."""
+    (tmp_path / "package_here").mkdir()
+    (tmp_path / "package_here" / "train.py").touch()
+    (tmp_path / "module_here.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for module in ("package_here.train", "module_here", "json.tool"):
+        assert launch.parse(["--workers=1", "--", "-m", module]).command == ("-m", module)
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         launch.main(["--help"])

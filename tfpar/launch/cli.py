@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.machinery
 import importlib.util
 import os
 import random
@@ -369,8 +370,9 @@ def _script_problem(command: Sequence[str]) -> str | None:
     if command[0] == "-m":
         if len(command) < 2:
             return "-m needs the name of a module."
-        top = command[1].split(".")[0]
-        return None if importlib.util.find_spec(top) else f"no module named {top!r} (from -m {command[1]})."
+        return (
+            None if _has_module(top := command[1].split(".")[0]) else f"no module named {top!r} (from -m {command[1]})."
+        )
     script = Path(command[0])
     if re.fullmatch(r"python[\d.]*", script.name) and not script.is_dir():
         return f"workers run the launcher's Python: leave {script} out, as in -- {' '.join(command[1:]) or 'train.py'}."
@@ -380,6 +382,12 @@ def _script_problem(command: Sequence[str]) -> str | None:
         return f"the script must come first after --, found the flag {command[0]}."
     names = [path.name for path in script.parent.glob("*.py")]  # none if there is no such folder
     return f"no such script: {script}." + did_you_mean(script.name, names, f"{script.parent}/{{}}".format, cutoff=0.6)
+
+
+def _has_module(name: str) -> bool:
+    """Whether `python -m` in the working directory, which a console script does not search, finds a module."""
+    here = importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
+    return here is not None or importlib.util.find_spec(name) is not None
 
 
 def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
