@@ -43,6 +43,14 @@ def test_a_full_disk_is_named_and_no_part_is_left(tmp_path, folder, error):
     assert not any(output.parent.iterdir())
 
 
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_no_number_in_any_output_is_no_agreement(spoiled):
+    expected = [np.ones(2), np.ones(2)]
+    actual = [np.array([np.nan, 1.0]) if output == spoiled else np.ones(2) for output in range(2)]
+    assert np.isnan(export._difference(actual, expected))
+    assert export._difference(expected, expected) == 0.0
+
+
 def test_an_export_has_its_name_after_its_check(tmp_path):
     class Model:
         def export(self, path: str, **options: object) -> None:
