@@ -22,6 +22,8 @@ from tfpar.optim.plateau import PlateauController
 import keras
 import tensorflow as tf
 
+_WHOLE = {"cycle_steps", "patience", "cooldown"}  # arguments that count steps or evaluations
+
 Schedule: TypeAlias = keras.optimizers.schedules.LearningRateSchedule
 
 
@@ -328,6 +330,10 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(f"--schedule_args: {message}")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _checked_arguments(config: ScheduleConfig, builder: Callable[..., Any]) -> dict[str, Any]:
     """`schedule_args`, each a known keyword with a value of its default's kind."""
     if builder is _plateau:
@@ -344,14 +350,15 @@ def _checked_arguments(config: ScheduleConfig, builder: Callable[..., Any]) -> d
                 raise ConfigError(f"--schedule_args={name}=...: --schedule={config.schedule} takes no arguments.")
             raise unknown_name("--schedule_args", name, keywords)
         default = keywords[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if isinstance(default, (tuple, list)):
-            fits = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
+            fits = isinstance(value, list) and all(map(_is_number, value))
             wanted = "a list of numbers, e.g. [0.5,0.75]"
         elif isinstance(default, str):
             fits, wanted = isinstance(value, str), "a word"
         else:
-            fits, wanted = is_number, "a number"
+            whole = name in _WHOLE
+            fits = _is_number(value) and (not whole or float(value).is_integer())
+            wanted = "a whole number" if whole else "a number"
         if not fits:
             raise ConfigError(f"--schedule_args={name}={value!r}: {name} is {wanted}.")
     return arguments
