@@ -116,6 +116,7 @@ def test_the_saved_model_knows_nothing_of_tfpar(directory):
         ("other end", "worker 0: BroadcastInitialWeights begins epoch 3; worker 1: BroadcastInitialWeights ends"),
         ("other steps", "(steps x epochs: worker 0: 5 x 1; worker 1: 4 x 1)"),
         ("other learning rates", "Put AverageMetrics before the callbacks that decide"),
+        ("a variable is left out", "apply was called without the variable a, and exchange='int8' keeps a residual"),
     ],
 )
 def test_misuse_is_refused_by_all_workers(directory, misuse, said):
@@ -123,6 +124,13 @@ def test_misuse_is_refused_by_all_workers(directory, misuse, said):
     for refusal in refusals:
         assert said in refusal[misuse]
         assert "\n" not in refusal[misuse]
+
+
+def test_a_gradient_that_one_worker_no_longer_has_counts_as_zeros(directory):
+    for rank in range(2):
+        with np.load(directory / f"lone-{rank}.npz") as found:
+            assert found["a"].tolist() == [0.0, 0.0]
+            assert found["b"].tolist() == [0.25, 0.25]
 
 
 def test_data_that_runs_out_ends_the_run_with_a_word(tmp_path):

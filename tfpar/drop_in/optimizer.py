@@ -116,7 +116,7 @@ class Distribution:
         self._variables: list[Any] = []
         self._checked = False
         self._sparse: list[int] = []
-        self._missing_here: set[int] = set()
+        self._trained: set[int] = set()
         self._reduce: Any = None
 
     def start(self, optimizer: keras.optimizers.Optimizer) -> None:
@@ -156,7 +156,7 @@ class Distribution:
             return
         rows, there = zip(*self.workers.gather("compare gradients", [sorted(sparse), sorted(present)]), strict=True)
         common = set(rows[0]).intersection(*rows)
-        self._missing_here = set().union(*there) - present
+        self._trained = set().union(*there)
         strategy = self.workers.strategy
         # A group, so that not the strategy reduces: its all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must
         # feed a value for placeholder"), and Keras has one around the step (`steps_per_execution`) and the update
@@ -176,8 +176,9 @@ class Distribution:
     def completed(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
     ) -> list[Any]:
-        """Gradients that all workers have: zeros where only others have one, since Keras updates no variable without a
-        gradient, and its weights would no longer be the same on all workers.
+        """Gradients that all workers have: zeros where only others may have one, since Keras updates no variable
+        without a gradient, and its weights would no longer be the same on all workers. Others may have one of each
+        variable of which any worker had one in the first step.
 
         Args:
           gradients: Tensors, IndexedSlices or None, one per variable.
@@ -193,8 +194,9 @@ class Distribution:
             self.start(optimizer)
             self._check_same_start(optimizer)
             self._build(sparse, {*given}, accumulates)
+        self._refuse_left_out(indices)
         return [
-            tf.zeros(variable.shape, variable.dtype) if one is None and index in self._missing_here else one
+            tf.zeros(variable.shape, variable.dtype) if one is None and index in self._trained else one
             for index, one, variable in zip(indices, gradients, variables, strict=True)
         ]
 
@@ -241,6 +243,17 @@ class Distribution:
             raise workers.under_strategy("tfpar.DistributedOptimizer")
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise xla_error()
+
+    def _refuse_left_out(self, given: Sequence[int]) -> None:
+        """Refuses a step without variables that have residuals: all of these are sent, and would arrive at nothing."""
+        left_out = sorted(self._trained.difference(given))
+        if left_out and self._exchange.state:
+            raise ConfigError(
+                "tfpar.DistributedOptimizer: apply was called without the variable "
+                f"{_path(self._variables[left_out[0]])}, and exchange={str(self._exchange.spec)!r} keeps a residual of "
+                "its gradients. Give every variable, with zeros for a gradient that does not count, use an optimizer "
+                "for each set of variables, or exchange='none'."
+            )
 
     def _check_same_start(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses to train from different weights or optimizer variables. Once: the steps keep them the same."""

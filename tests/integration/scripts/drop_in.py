@@ -219,7 +219,27 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         "other end": lambda: run(callbacks=[tfpar.BroadcastInitialWeights(), stopping], epochs=5),
         "other steps": lambda: run(examples=len(x) - BATCH * rank),
         "other learning rates": lambda: run(callbacks=late, epochs=3),
+        "a variable is left out": leave_out,
     }
+
+
+def lone_gradients(rank: int) -> dict[str, np.ndarray]:
+    """A gradient that worker 1 no longer has after the first step."""
+    variables = [keras.Variable(np.ones(2, np.float32), name=name) for name in "ab"]
+    distributed = tfpar.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    distributed.build(variables)
+    one = tf.ones(2)
+    distributed.apply([one, one], variables)
+    distributed.apply([one, one if rank == 0 else None], variables)
+    return {variable.name: variable.numpy() for variable in variables}
+
+
+def leave_out() -> None:
+    variables = [keras.Variable(np.ones((64, 64), np.float32), name=name) for name in "ab"]
+    distributed = tfpar.DistributedOptimizer(keras.optimizers.SGD(0.5), "int8")
+    distributed.build(variables)
+    distributed.apply([tf.ones((64, 64))] * 2, variables)
+    distributed.apply([tf.ones((64, 64))], variables[1:])
 
 
 def main() -> None:
@@ -233,6 +253,7 @@ def main() -> None:
     np.savez(directory / f"rows_int8-{rank}.npz", **fit("rows", BATCH, "int8:min_elements=100"))
     (directory / f"sent-{rank}.json").write_text(json.dumps(sent))
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
+    np.savez(directory / f"lone-{rank}.npz", **lone_gradients(rank))
     refusals = {}
     for name, misuse in misuses(rank).items():
         try:
