@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.machinery
-import importlib.util
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -30,11 +27,10 @@ from tfpar.launch.console import Terminal
 from tfpar.launch.gpu_slots import NO_GPU, Slots, visible_gpus
 from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
-from tfpar.launch.parser import Parser
+from tfpar.launch.parser import Parser, script_problem
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.cores import cores
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
-from tfpar.process.suggestions import did_you_mean
 from tfpar.process.writable import unwritable
 
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
@@ -360,34 +356,10 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
         parser.error(f"no script. Put it after --, as in `{program} --workers=2 -- train.py --steps=100`.")
     if command[0] == "tfpar":  # the console command, which need not be on the PATH
         command = ("-m", *command)
-    problem = _script_problem(command) or (values.log_dir and unwritable("--log_dir", values.log_dir))
+    problem = script_problem(command) or (values.log_dir and unwritable("--log_dir", values.log_dir))
     if problem:
         parser.error(problem)
     return LaunchOptions(command=command, **vars(values))
-
-
-def _script_problem(command: Sequence[str]) -> str | None:
-    if command[0] == "-m":
-        if len(command) < 2:
-            return "-m needs the name of a module."
-        return (
-            None if _has_module(top := command[1].split(".")[0]) else f"no module named {top!r} (from -m {command[1]})."
-        )
-    script = Path(command[0])
-    if re.fullmatch(r"python[\d.]*", script.name) and not script.is_dir():
-        return f"workers run the launcher's Python: leave {script} out, as in -- {' '.join(command[1:]) or 'train.py'}."
-    if script.is_file() or (script / "__main__.py").is_file():
-        return None
-    if command[0].startswith("-"):
-        return f"the script must come first after --, found the flag {command[0]}."
-    names = [path.name for path in script.parent.glob("*.py")]  # none if there is no such folder
-    return f"no such script: {script}." + did_you_mean(script.name, names, f"{script.parent}/{{}}".format, cutoff=0.6)
-
-
-def _has_module(name: str) -> bool:
-    """Whether `python -m` in the working directory, which a console script does not search, finds a module."""
-    here = importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
-    return here is not None or importlib.util.find_spec(name) is not None
 
 
 def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:

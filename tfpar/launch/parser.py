@@ -1,12 +1,18 @@
-"""The launcher's command line parser."""
+"""The launcher's command line parser, and what can be wrong with the script that it is given."""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from tfpar.process import command_line
 from tfpar.process.exit_codes import USAGE_ERROR
+from tfpar.process.suggestions import did_you_mean
 
 
 class Parser(command_line.Parser):
@@ -26,3 +32,28 @@ class Parser(command_line.Parser):
             command = " ".join([self.prog, *own, "--", *unknown])
             self.exit(USAGE_ERROR, f"error: put -- before the script: {command}\n")
         super().error(message)
+
+
+def script_problem(command: Sequence[str]) -> str | None:
+    """What is wrong with a command `SCRIPT ...` or `-m MODULE ...`; None if nothing is."""
+    if command[0] == "-m":
+        if len(command) < 2:
+            return "-m needs the name of a module."
+        return (
+            None if _has_module(top := command[1].split(".")[0]) else f"no module named {top!r} (from -m {command[1]})."
+        )
+    script = Path(command[0])
+    if re.fullmatch(r"python[\d.]*", script.name) and not script.is_dir():
+        return f"workers run the launcher's Python: leave {script} out, as in -- {' '.join(command[1:]) or 'train.py'}."
+    if script.is_file() or (script / "__main__.py").is_file():
+        return None
+    if command[0].startswith("-"):
+        return f"the script must come first after --, found the flag {command[0]}."
+    names = [path.name for path in script.parent.glob("*.py")]  # none if there is no such folder
+    return f"no such script: {script}." + did_you_mean(script.name, names, f"{script.parent}/{{}}".format, cutoff=0.6)
+
+
+def _has_module(name: str) -> bool:
+    """Whether `python -m` in the working directory, which a console script does not search, finds a module."""
+    here = importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
+    return here is not None or importlib.util.find_spec(name) is not None
