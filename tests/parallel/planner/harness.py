@@ -27,6 +27,8 @@ def stack(blocks: int = 8, *, weight: int = 4 * MB, sizes: tuple[int, ...] = (1,
                 kept=10 * MB / size,
                 kept_recomputed=MB,
                 recomputed=True,
+                kept_gathered=MB,
+                gathers=True,
                 sums=(MB, MB) if size > 1 else (),
                 weights=(Weight(index=number, size=weight // size, divided=size > 1),),
             )

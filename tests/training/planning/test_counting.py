@@ -76,6 +76,13 @@ def test_recomputed_blocks_keep_their_inputs(counted):
     assert 0 < again < 0.5 * kept
 
 
+def test_layers_that_gather_weights_keep_their_inputs(counted):
+    _, costs = counted["language_model"]
+    gathering = {layer.name: layer for layer in costs.whole if layer.gathers}
+    assert sorted(gathering) == ["block0", "block1", "token_embedding"]
+    assert all(gathering[name].kept_gathered == 4 * 8 * 32 for name in ("block0", "block1"))
+
+
 def test_a_model_with_a_call_of_its_own_is_not_cut():
     class Own(keras.Model):
         def __init__(self) -> None:

@@ -33,6 +33,8 @@ class LayerCost:
       kept: Bytes of activations per example that it keeps for the backward pass.
       kept_recomputed: The same with `--recompute=blocks`, which computes activations again.
       recomputed: Whether `--recompute=blocks` calls this layer again.
+      kept_gathered: The same as `kept` with `--shard=weights`, which calls layers that gather weights again.
+      gathers: Whether `--shard=weights` calls this layer again.
       sums: Bytes per example that each call sums or gathers over the model axis, for the calls of the forward pass and
         for those of the backward pass.
       weights: The variables of the layer.
@@ -43,6 +45,8 @@ class LayerCost:
     kept: float = 0.0
     kept_recomputed: float = 0.0
     recomputed: bool = False
+    kept_gathered: float = 0.0
+    gathers: bool = False
     sums: tuple[float, ...] = ()
     weights: tuple[Weight, ...] = ()
 

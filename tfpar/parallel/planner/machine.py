@@ -12,7 +12,7 @@ from tfpar.config import ConfigError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _RATES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])bit(?:/s)?(?:,\s*(\d+(?:\.\d+)?)\s*(ms|us))?", re.IGNORECASE)
 
 

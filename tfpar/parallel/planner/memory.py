@@ -166,10 +166,10 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, way: str, state_per_weigh
 
 
 def _gathered(replica: Replica, device: int, plan: Plan) -> int:
-    """Returns the bytes of the largest layer's whole weights, and of their gradients, under `--shard=weights`."""
+    """Returns the bytes of gathered weights, and of whole gradients, under `--shard=weights`."""
     if plan.shard != "weights":
         return 0
-    return 2 * max(stage.largest_weights for stage in replica.of_device(device))
+    return max(stage.most_gathered for stage in replica.of_device(device))
 
 
 def _exchange(weights: Sequence[Weight], plan: Plan, where: _Where) -> int:
@@ -224,17 +224,17 @@ def _activations(
 ) -> int:
     """Returns the bytes that a device keeps for backward passes, of which `fused` is the fraction that XLA keeps, and
     what it gathers for them."""
-    kept = whole = largest = again = 0.0
+    kept = whole = largest = one = 0.0
     for number, stage in enumerate(replica.stages):
         if number % replica.devices != device:
             continue
-        of_stage = stage.kept_recomputed if plan.recompute != "none" else stage.kept
+        again = stage.again(plan)
         flights = replica.in_flight(number, plan.micro_batches, schedule)
-        kept += of_stage * examples * flights
+        kept += (again.kept if again else stage.kept) * examples * flights
         whole += stage.kept * examples * flights
-        largest = max(largest, stage.largest if plan.recompute != "none" else 0.0)
-        again = max(again, stage.kept * examples)
+        largest = max(largest, again.largest if again else 0.0)
+        one = max(one, stage.kept * examples)
     found = fused * min(kept + largest * examples, whole)
     if way == STAGES:
-        found += (1 - fused) * again
+        found += (1 - fused) * one
     return int(found) + _gathered(replica, device, plan)

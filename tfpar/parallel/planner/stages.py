@@ -12,6 +12,22 @@ from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_evenly, micro_batches_i
 from tfpar.parallel.pipeline.turns import FORWARD, turns
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.parallel.planner.machine import OPS, PROGRAM
+from tfpar.parallel.planner.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Again:
+    """What a stage does if its backward pass calls layers again; numbers are per example.
+
+    Attributes:
+      flops: FLOPs that are computed again.
+      kept: Bytes of activations that are kept nevertheless.
+      largest: Bytes of the activations of the largest layer that is called again.
+    """
+
+    flops: float
+    kept: float
+    largest: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,23 +36,35 @@ class Stage:
 
     Attributes:
       flops: FLOPs of a forward pass.
-      repeated: FLOPs that `--recompute=blocks` computes again.
       kept: Bytes of activations.
-      kept_recomputed: The same with `--recompute=blocks`.
-      largest: Bytes of the activations of the largest layer that is computed again.
-      largest_weights: Bytes of the trainable weights of the layer with the most; not per example.
+      recomputing: What it does with `--recompute=blocks`.
+      gathering: What it does with `--shard=weights`.
+      most_gathered: The most bytes of a layer's whole trainable weights, their gradients, and those of the layer behind
+        it, which are still on their way to the owners of shards; not per example.
       sums: Bytes of each call along the model axis.
       received: Bytes that cross the cut before the stage.
     """
 
     flops: float
-    repeated: float
     kept: float
-    kept_recomputed: float
-    largest: float
-    largest_weights: int
+    recomputing: Again
+    gathering: Again
+    most_gathered: int
     sums: tuple[float, ...]
     received: float
+
+    def again(self, plan: Plan) -> Again | None:
+        """Returns what the stage does if the plan calls layers again in the backward pass."""
+        if plan.shard != "weights":
+            return self.recomputing if plan.recompute != "none" else None
+        if plan.recompute == "none":
+            return self.gathering
+        both = self.recomputing, self.gathering  # layers that gather weights outside of blocks become blocks
+        return Again(
+            flops=max(each.flops for each in both),
+            kept=min(each.kept for each in both),
+            largest=max(each.largest for each in both),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,14 +160,31 @@ def replica_of(
 
 
 def _stage(layers: Sequence[LayerCost], received: float) -> Stage:
-    again = [layer for layer in layers if layer.recomputed]
+    recomputed = [layer for layer in layers if layer.recomputed]
+    gathering = [layer for layer in layers if layer.gathers]
     return Stage(
         flops=sum(layer.flops for layer in layers),
-        repeated=sum(layer.flops for layer in again),
         kept=sum(layer.kept for layer in layers),
-        kept_recomputed=sum(layer.kept_recomputed if layer.recomputed else layer.kept for layer in layers),
-        largest=max((layer.kept for layer in again), default=0.0),
-        largest_weights=max(sum(weight.size for weight in layer.weights if weight.trainable) for layer in layers),
+        recomputing=Again(
+            flops=sum(layer.flops for layer in recomputed),
+            kept=sum(layer.kept_recomputed if layer.recomputed else layer.kept for layer in layers),
+            largest=max((layer.kept for layer in recomputed), default=0.0),
+        ),
+        gathering=Again(
+            flops=sum(layer.flops for layer in gathering),
+            kept=sum(layer.kept_gathered if layer.gathers else layer.kept for layer in layers),
+            largest=max((layer.kept for layer in gathering), default=0.0),
+        ),
+        most_gathered=_most_gathered([_trained(layer) for layer in gathering]),
         sums=tuple(size for layer in layers for size in layer.sums),
         received=received,
     )
+
+
+def _trained(layer: LayerCost) -> int:
+    return sum(weight.size for weight in layer.weights if weight.trainable)
+
+
+def _most_gathered(sizes: Sequence[int]) -> int:
+    """Returns `Stage.most_gathered` from the bytes of the trainable weights of each layer that gathers."""
+    return max((2 * size + behind for size, behind in itertools.pairwise([*sizes, 0])), default=0)

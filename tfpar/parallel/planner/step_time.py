@@ -71,7 +71,8 @@ def step_time(
     per_flop = rates.seconds(plan.way, 1.0, examples)
 
     def flops(stage: Stage) -> float:
-        return _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
+        again = stage.again(plan)
+        return _PASSES * stage.flops + (again.flops if again else 0.0)
 
     def alone(stage: Stage) -> float:
         return per_flop * flops(stage)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.models import graph_cost
-from tfpar.optim import keras_calls, keras_compile, keras_internals
+from tfpar.optim import keras_calls, keras_compile
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, at_place
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
@@ -21,6 +21,7 @@ from tfpar.parallel.tensor.divided_logits import kept_divided
 from tfpar.parallel.tensor.ways import weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.model import recompute
+from tfpar.training.model.gathering import can_be_sharded, layers_that_gather
 from tfpar.training.pipeline.graph import GraphStep, Values, costs_of, crossing_elements, run_steps, steps_of
 
 import keras
@@ -50,7 +51,7 @@ def count_model(
     steps = steps_of(graph) if graph is not None else []
     counter = _Counter(model, graph, steps, length)
     try:
-        whole = counter.with_recompute(counter.layers({}, None))
+        whole = counter.with_gathering(counter.with_recompute(counter.layers({}, None)))
         divided, undivided = {}, {}
         for size in sizes:
             try:
@@ -80,7 +81,7 @@ def count_model(
 
 
 def _restore(model: keras.Model) -> None:
-    keras_calls.restore_calls(model, keras_internals.all_layers(model))
+    recompute.recompute_activations(model, recompute.NONE)
 
 
 @contextlib.contextmanager
@@ -158,6 +159,7 @@ class _Counter:
                 flops=flops,
                 kept=kept,
                 kept_recomputed=kept,
+                kept_gathered=kept,
                 sums=tuple(sums),
                 weights=tuple(self._weights(own, splits)),
             )
@@ -187,11 +189,31 @@ class _Counter:
             ],
         )
 
-    def with_kept_of(self, layers: Sequence[LayerCost], others: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """The layers, with the recomputation costs of `others`."""
+    def with_gathering(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+        """The layers, with the bytes that they keep if those that gather weights are called again."""
+        blocks = [each for each in layers_that_gather(self._model) if any(map(can_be_sharded, each.variables))]
+        recompute.recompute_layers(self._model, blocks)
+        again = self.layers({}, None)
+        _restore(self._model)
+        numbers = {self._places[id(each)] for block in blocks for each in block.variables}
         return tuple(
             dataclasses.replace(
-                layer, kept_recomputed=min(layer.kept, other.kept_recomputed), recomputed=other.recomputed
+                layer,
+                kept_gathered=min(layer.kept, other.kept),
+                gathers=any(weight.index in numbers for weight in layer.weights),
+            )
+            for layer, other in zip(layers, again, strict=True)
+        )
+
+    def with_kept_of(self, layers: Sequence[LayerCost], others: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+        """The layers, with the costs of `others` where layers are called again."""
+        return tuple(
+            dataclasses.replace(
+                layer,
+                kept_recomputed=min(layer.kept, other.kept_recomputed),
+                recomputed=other.recomputed,
+                kept_gathered=min(layer.kept, other.kept_gathered),
+                gathers=other.gathers,
             )
             for layer, other in zip(layers, others, strict=True)
         )

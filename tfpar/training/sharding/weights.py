@@ -14,9 +14,7 @@ from tfpar import models
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.exchange import spec as specs
 from tfpar.exchange.reducer import GatheredWeights
-from tfpar.optim import keras_internals
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies
 from tfpar.parallel.division import Shards, Split
@@ -27,6 +25,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import all_weights
+from tfpar.training.model.gathering import can_be_sharded, layers_that_gather
 from tfpar.training.model.recompute import recompute_layers
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
@@ -36,7 +35,6 @@ from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel import DividedPlacing
 
 import keras
-import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
@@ -201,20 +199,6 @@ class DividedGatheringPlacing(DividedPlacing, GatheringPlacing):
         """See `Placing`."""
         arguments = super().exchange_arguments(model)
         return arguments | {"per_device": self._places_of(arguments["variables"])}
-
-
-def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:
-    """The outermost layers that are not models: each gathers its weights when it is called."""
-    found = []
-    for layer in keras_internals.all_layers(model, include_self=False, recursive=False):
-        found += layers_that_gather(layer) if isinstance(layer, keras.Model) else [layer]
-    return found
-
-
-def can_be_sharded(variable: keras.Variable) -> bool:
-    """Whether a weight can be sharded and is large enough: at least 1,024 elements and two dimensions."""
-    large = specs.parse("none").options.is_compressible(tf.TensorShape(variable.shape))
-    return large and variable.dtype == "float32" and variable.constraint is None
 
 
 def _check_model(model: keras.Model) -> None:
