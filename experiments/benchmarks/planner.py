@@ -2,9 +2,9 @@
 
 For each case, a model on workers with devices, plans are predicted from passes that are timed in the same call. Then
 each runs on a cluster of its own on this machine; the plans take turns, and the fastest turn of each counts. Memory is
-measured in a run of its own: the most that TensorFlow's allocator has given out at once while a run trained, in the
-process that needs most, divided by the devices of the process. In these runs, CPUs have the allocator of GPUs: that of
-oneDNN, which they have otherwise on x86, does not count tensors of less than 256 KiB.
+measured in a run of its own: the most that tensors asked for at once, and the most that TensorFlow's allocator had
+given out, in the process that needs most, divided by the devices of the process. In these runs, CPUs have the allocator
+of GPUs: that of oneDNN, which they have otherwise on x86, does not count tensors of less than 256 KiB.
 
   python experiments/benchmarks/planner.py --cases=mlp:1x2,language_model:2x1
   sudo python experiments/benchmarks/planner.py --cases=mlp:2x1@1gbit --most_plans=4
@@ -30,8 +30,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
-from experiments.benchmarks import hosts, netns
-from experiments.benchmarks.loops import SETTLED, allocated_peak, forget_allocated_peak, median_step_seconds
+from experiments.benchmarks import allocations, hosts, netns
+from experiments.benchmarks.loops import SETTLED, median_step_seconds
 from tfpar import inputs, models
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
@@ -60,8 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 _PLACES = ("1x2", "2x1", "2x1@1gbit", "4x1@1gbit")
 _LATENCY_S = 1e-4  # of a message between namespaces
-# Environment of the processes whose memory is measured (TensorFlow 2.21, `ProcessState::GetCPUAllocator`).
-_COUNTING = {"TF_CPU_ALLOCATOR_USE_BFC": "1"}
+_COUNTED_STEPS = 8
 
 flags.define(sections=[])
 CASES = absl_flags.DEFINE_list(
@@ -83,20 +82,24 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
 
-    each = STEPS.value
-    length = {"steps": (SETTLED + CALLS.value) * each, "steps_per_loop": each}
+    # A trace of allocations is long, and later steps are as the first ones.
+    counts, each = allocations.COUNTING.items() <= os.environ.items(), STEPS.value
+    length = {"steps": _COUNTED_STEPS if counts else (SETTLED + CALLS.value) * each, "steps_per_loop": each}
     config = tfpar.ExperimentConfig.from_flat_dict({**options, **length, "verbose": 0})
     source, _ = inputs.build_splits(config.input, 0)
     runtime = tfpar.initialize(config, source)
-    trainer = tfpar.Trainer(
-        lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        config=config,
-        runtime=runtime,
-    )
-    forget_allocated_peak()  # of building
-    seconds = median_step_seconds(trainer, source, each)
-    return {"seconds": seconds, "memory": allocated_peak() / runtime.topology.local_devices}
+    with allocations.traced() if counts else contextlib.nullcontext(allocations.Peaks()) as peaks:
+        trainer = tfpar.Trainer(
+            lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            config=config,
+            runtime=runtime,
+        )
+        if counts:
+            trainer.fit(source)
+        seconds = 0.0 if counts else median_step_seconds(trainer, source, each)
+    devices = runtime.topology.local_devices
+    return {"seconds": seconds, "asked": peaks.asked / devices, "given": peaks.given / devices}
 
 
 @contextlib.contextmanager
@@ -124,7 +127,7 @@ def run_plan(workers: int, link: str, options: dict[str, Any], *, counts: bool =
       counts: Whether all tensors are counted, which may take time.
     """
     child = [sys.executable, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
-    environ = {**os.environ, **(_COUNTING if counts else {})}
+    environ = {**os.environ, **(allocations.COUNTING if counts else {})}
     with cluster(workers, link) as network:
         if network:
             commands = [
@@ -140,7 +143,7 @@ def run_plan(workers: int, link: str, options: dict[str, Any], *, counts: bool =
     found = [json.loads(line[line.index("{") :]) for line in outputs.splitlines() if '"seconds"' in line]
     if any(each.returncode for each in done) or len(found) != workers:
         raise SystemExit(f"{options} failed:\n{(outputs + ''.join(each.stderr for each in done))[-3000:]}")
-    return {name: max(each[name] for each in found) for name in ("seconds", "memory")}
+    return {name: max(each[name] for each in found) for name in ("seconds", "asked", "given")}
 
 
 def predicted(options: dict[str, Any], workers: int, link: str) -> list[Prediction]:
@@ -165,27 +168,27 @@ def run_case(case: str) -> str:
         for number, each in enumerate(plans):
             ran[number].append(run_plan(workers, link, {**common, **each.plan.options()}))
             print(f"{case} {each.plan.options()}: {ran[number][-1]}", file=sys.stderr, flush=True)
-    memory = [run_plan(workers, "", {**common, **each.plan.options()}, counts=True)["memory"] for each in plans]
+    memory = [run_plan(workers, "", {**common, **each.plan.options()}, counts=True) for each in plans]
     return rows(case, plans, ran, memory)
 
 
-def rows(case: str, plans: list[Prediction], ran: list[list[dict[str, float]]], memory: list[float]) -> str:
+def rows(case: str, plans: list[Prediction], ran: list[list[dict[str, float]]], memory: list[dict[str, float]]) -> str:
     """A row for each plan, and one on the choice.
 
     Args:
       case: The case.
       plans: The best predicted first.
       ran: What the turns of each measured.
-      memory: Bytes of a device with each.
+      memory: Bytes of a device that each asked for and was given.
     """
     seconds = [min(turn["seconds"] for turn in turns) for turns in ran]
     lines = []
-    for each, took, size in zip(plans, seconds, memory, strict=True):
+    for each, took, sizes in zip(plans, seconds, memory, strict=True):
         options = each.plan.options()
         how = f"{options['mesh']}, {options['accumulate_steps']}, {options['recompute']}, {options['shard']}"
         lines.append(
             f"| {case} | {how} | {1e3 * each.time.seconds:.1f} | {1e3 * took:.1f} | {each.time.seconds / took:.2f} "
-            f"| {each.memory.size / 2**20:.1f} | {size / 2**20:.1f} |"
+            f"| {each.memory.size / 2**20:.1f} | {sizes['asked'] / 2**20:.1f} | {sizes['given'] / 2**20:.1f} |"
         )
     lines.append(f"{case}: the choice takes {seconds[0] / min(seconds):.2f} of the best of {len(plans)} plans")
     return "\n".join(lines)
@@ -197,7 +200,10 @@ def main(_: list[str]) -> None:
         print(json.dumps(measure(json.loads(CHILD.value))), flush=True)
         return
     print(describe_machine())
-    print("| case | mesh, micro-batches, recompute, shard | predicted ms | step ms | ratio | predicted MiB | MiB |")
+    print(
+        "| case | mesh, micro-batches, recompute, shard | predicted ms | step ms | ratio | predicted MiB | asked MiB "
+        "| given MiB |"
+    )
     for case in CASES.value:
         print(run_case(case), flush=True)
 
