@@ -294,23 +294,18 @@ def test_each_device_has_the_state_of_its_share():
                 ("model:2", 2, {}),
             ]
         ),
+        pytest.param(("data:2,model:2", 4, SHARD), marks=pytest.mark.proof, id="all others"),
     ],
     ids=str,
 )
-def test_resumed_on_other_devices(first, tmp_path):
+def test_resumed_on_other_devices(first, tmp_path, request):
     """What one has saved, others continue: as many replicas, other meshes, one device."""
     options = {"steps": 12, "ema": 0.9, "workdir": str(tmp_path / "run")}
     mesh, devices, shard = first
     on(mesh, devices, stop_after=4, **shard, **options)
-    others = [
-        ("data:2,model:2", 4, SHARD),
-        ("data:2,pipeline:2", 4, GRADIENTS),
-        ("data:2,model:2", 4, WEIGHTS),
-        ("", 3, WEIGHTS),
-        ("data:2,model:2", 4, {}),
-        ("", 2, SHARD),
-        ("one", 1, {}),
-    ]
+    others = [("data:2,pipeline:2", 4, GRADIENTS), ("", 3, WEIGHTS), ("one", 1, {})]
+    if request.node.get_closest_marker("proof"):
+        others += [*(("data:2,model:2", 4, shard) for shard in (SHARD, WEIGHTS, {})), ("", 2, SHARD)]
     for number, (mesh, devices, shard) in enumerate(others):
         copy = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "run", copy)

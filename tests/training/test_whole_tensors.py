@@ -19,7 +19,6 @@ MUON = {"optimizer": "muon", "learning_rate": 0.02, "steps": STEPS}
 @pytest.mark.parametrize(
     ("mesh", "model", "optimizer"),
     [
-        ("model:2", "language_model", "muon"),
         ("data:2,model:2", "dense", "lamb"),  # unlike shapes: a device of the axis may have nothing to update
         ("model:2", "dense", "adafactor"),
         pytest.param("model:4", "uneven_vocabulary", "adafactor", marks=pytest.mark.proof),
@@ -34,6 +33,10 @@ def test_the_weights_of_one_device(mesh, model, optimizer):
     # Adafactor makes steps of equal size of the gradients of keys' biases too, which are zero but for rounding.
     apart = "qkv/bias" if optimizer == "adafactor" else ""
     assert_as_alone(trainer, model, apart=apart, **options)
+    assert_share_the_work(trainer)
+
+
+def assert_share_the_work(trainer):
     assert not trainer.program.compiles_update
     [(_, step)] = trainer.program._steps
     rows = [[each is not None for each in chunk] for chunk in step._dealt._chunks]
@@ -42,8 +45,9 @@ def test_the_weights_of_one_device(mesh, model, optimizer):
     assert loads.max() - loads.min() <= 1
 
 
-def test_devices_share_the_work_and_send_no_more_than_the_parts(monkeypatch):
-    """The bytes beside those of an elementwise optimizer, and one orthogonalisation for each divided matrix."""
+def test_muon_sends_no_more_than_the_parts(monkeypatch):
+    """The weights of one device, the bytes beside those of an elementwise optimizer, and one orthogonalisation for each
+    divided matrix."""
     calls: list[str] = []
     orthogonalise = keras.optimizers.Muon.zeropower_via_newtonschulz5
     monkeypatch.setattr(
@@ -65,6 +69,8 @@ def test_devices_share_the_work_and_send_no_more_than_the_parts(monkeypatch):
     expected = 4 * 5 * elements / 2
     sent = [each.results["exchange"]["model_axis_bytes_per_step"] for each in (trainer, plain)]
     assert sent[0] - sent[1] == pytest.approx(expected, abs=1)
+    assert_share_the_work(trainer)
+    assert_as_alone(trainer, "language_model", **MUON)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
