@@ -119,6 +119,9 @@ def test_what_does_not_suit_the_labels_is_refused_before_the_first_step():
         trainer(sparse(), [keras.metrics.F1Score()]).fit(inputs.from_arrays(floats(4), classes(3)), steps=1)
     with pytest.raises(ConfigError, match=r"cannot be called on examples of float32\[5\]: .*expected axis -1"):
         trainer(sparse()).fit(inputs.from_arrays(floats(5), classes(3)), steps=1)
+    metric = keras.metrics.SparseCategoricalAccuracy(name="shared")
+    with pytest.raises(ConfigError, match="metrics: the object 'shared' is given twice"):
+        trainer(sparse(), {"a": [metric], "b": [metric]})
     with pytest.raises(ConfigError, match="is a dict by output name, but the model has one output without a name"):
         trainer({"a": "mse"}).fit(inputs.from_arrays(floats(4), classes(3)), steps=1)
     x = keras.Input((4,))

@@ -52,13 +52,22 @@ class Goal:
         return [leaf.name for leaf in leaves if isinstance(leaf, keras.metrics.Metric)]
 
     def check_names(self) -> None:
-        """Refuses losses and metrics that Keras does not know, before there are data.
+        """Refuses losses and metrics that Keras does not know, before there are data; and a metric object that is given
+        twice, whose only state would get both sums.
 
         Raises:
           ConfigError: Names the first.
         """
         loss_terms.check_names(self.loss)
+        seen: set[int] = set()
         for leaf in keras.tree.flatten([self.metrics, self.weighted_metrics]):
+            if isinstance(leaf, keras.metrics.Metric):
+                if id(leaf) in seen:
+                    raise ConfigError(
+                        f"metrics: the object {leaf.name!r} is given twice. Give an object for each output, and one "
+                        "each in metrics and weighted_metrics."
+                    )
+                seen.add(id(leaf))
             try:
                 leaf if leaf is None or str(leaf).lower() in _CHOSEN_BY_LOSS else keras.metrics.get(leaf)
             except ValueError as error:
