@@ -48,6 +48,8 @@ def test_images_are_decoded_and_labelled(folder, cache):
     expected = np.array([COLOURS[source.info.class_names[label]] for label in y], np.float32) / 255
     assert np.abs(x - expected[:, None, None, :]).max() < 0.02
     assert source.portable
+    none = source.read(tf.zeros([0], tf.int64))  # of a batch in which another source has all examples
+    assert [tuple(each.shape) for each in none] == [(0, 6, 6, 3), (0,)]
 
 
 def test_held_out_files_are_a_share_of_each_class(folder):

@@ -120,7 +120,8 @@ def _kinds(contents: tf.Tensor) -> tf.Tensor:
     Handles all files at once, because an operation on a short string costs as much as decoding a small image.
     """
     headers = tf.strings.join([tf.strings.substr(contents, 0, 21), bytes(21)])  # pads short files
-    headers = tf.io.decode_raw(tf.strings.substr(headers, 0, 21), tf.uint8)
+    # TensorFlow 2.21 leaves the second dimension out where there is no string.
+    headers = tf.reshape(tf.io.decode_raw(tf.strings.substr(headers, 0, 21), tf.uint8), [-1, 21])
 
     def has(position: int, expected: bytes) -> tf.Tensor:
         return tf.reduce_all(headers[:, position : position + len(expected)] == list(expected), axis=1)
