@@ -170,13 +170,14 @@ def normalized_network() -> keras.Model:
 
 
 @pytest.mark.parametrize("build", [network, normalized_network])
-def test_a_client_that_is_not_finite_counts_as_lost(build):
+def test_a_client_that_is_not_finite_counts_as_lost(build, messages):
     x, y = examples()
     x[3] = 1e30
     trainer = trainer_of(build, rounds=1, partition="iid", clients_per_round=CLIENTS, local_epochs=1)
     summary = trainer.fit(x, y)
     assert summary["skipped_steps"] == 0
     assert all(np.isfinite(weight).all() for weight in trainer.model.get_weights())
+    assert any("left out of the last 1 rounds" in line and "not finite: 1. A lower" in line for line in messages)
 
 
 def test_a_round_that_is_not_applied_leaves_the_control_variates_as_they_are(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,8 @@ from tfpar.training.start import initialize
 
 import keras
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 # Besides its movement, a client sends its number of examples, as float32.
 _COUNT_BYTES = 4
@@ -149,7 +152,8 @@ class FederatedTrainer:
                 if state.evaluated_at == state.step and len(evaluator.by_client):
                     run.monitor.histograms(state.step, {"clients/accuracy": evaluator.by_client})
 
-            own = [*hooks, Hook(self.config.train.eval_every, show)]
+            every = self.config.train.eval_every
+            own = [*hooks, Hook(every, show), Hook(every, _warn_of_lost, also=lambda state: state.ending)]
             run = start_run(program, evaluator, made, validation, self.config.train.steps, None, own, (), closing)
             return run.run()
 
@@ -243,6 +247,17 @@ class FederatedTrainer:
             goes_on="",
             show=lambda: None,
             elements=elements.dataset,
+        )
+
+
+def _warn_of_lost(state: LoopState) -> None:
+    """Says how many clients of the last rounds were left out."""
+    if lost := int(state.since.results().get("lost_clients", 0)):
+        _log.warning(
+            "clients left out of the last %d rounds, because their weights, statistics or loss were not finite: %d. A "
+            "lower --learning_rate or --clip_norm may help.",
+            len(state.since.losses),
+            lost,
         )
 
 
