@@ -7,6 +7,7 @@ from typing import Any
 
 import tfpar
 from tests.integration.scripts import divided, divided_models
+from tests.training.trainers import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
 
 import keras
 import numpy as np
@@ -52,6 +53,20 @@ def test_early_stopping_restores_whole_weights(places):
     for path, value in expected.items():
         np.testing.assert_allclose(divided.weights_of(trainer)[path], value, rtol=1e-4, atol=1e-5, err_msg=path)
     assert trainer.results["eval"] == pytest.approx(results, rel=1e-4)
+
+
+def test_an_interrupted_run_resumes_from_its_last_weights(tmp_path):
+    """Not from those that the end of the first start has restored."""
+    one, other = ({"workdir": str(tmp_path / name)} for name in ("one", "other"))
+    best_first = keras.callbacks.EarlyStopping(patience=9, min_delta=100.0, restore_best_weights=True)
+    adam = functools.partial(keras.optimizers.Adam, 0.01)
+    interrupted = trainer_of(optimizer=adam(), stop_after=2 * EXAMPLES // BATCH, **one)
+    interrupted.fit(source(), epochs=3, validation=source(11, 9), callbacks=[best_first])
+    assert best_first.best_epoch == 0
+    resumed, uninterrupted = trainer_of(optimizer=adam(), **one), trainer_of(optimizer=adam(), **other)
+    resumed.fit(source(), epochs=3)
+    uninterrupted.fit(source(), epochs=3)
+    assert_same_bits(everything(uninterrupted), everything(resumed))
 
 
 def test_weights_of_another_shape_are_refused():

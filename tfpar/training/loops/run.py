@@ -194,7 +194,11 @@ class Run:
 
     def _end_callbacks(self, callbacks: KerasCallbacks, state: LoopState) -> LoopState:
         """Ends the callbacks; if one of them has restored weights, these are evaluated and saved in place of the
-        last."""
+        last. A run that resumes continues from the checkpoint of its last step instead: restored weights do not belong
+        to the optimizer's state, nor to the step."""
+        if not state.finished:
+            callbacks.end(state)
+            return state
         before = self._loop.params_sha256()
         callbacks.end(state)
         if self._loop.params_sha256() == before:
