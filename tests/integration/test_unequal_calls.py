@@ -26,3 +26,12 @@ def test_a_call_on_the_chief_only_is_named(what, text):
     assert (result.returncode == 0) == (not text), output
     assert text in output, output
     assert "Traceback" not in output, output
+
+
+def test_batch_methods_on_the_chief_only_are_refused():
+    result = launch(2, "-m", "tests.integration.scripts.unequal_calls", "batches")
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    for method in ("evaluate", "predict", "fit"):
+        text = f"refused: {method}(callbacks=...): only worker 0 has callbacks with methods for the batches"
+        assert output.count(text) == 2, output  # on every worker

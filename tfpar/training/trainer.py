@@ -248,8 +248,6 @@ class Trainer:
         source = keras_arguments.as_full_source(argument, *data, **self._reading)
         self._refresh()
         self.program.bind(source)
-        if not callbacks:
-            return self._evaluator(source)
         with keras_callbacks.testing(callbacks, self.program) as (calls, tell):
             results = self._evaluator(source, calls=calls)
             tell(results)
@@ -278,8 +276,6 @@ class Trainer:
         self._refresh()
         callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
         source = keras_arguments.as_inputs("predict(source=...)", source, **self._reading)
-        if not callbacks:
-            return self._predictor(source)
         with keras_callbacks.predicting(callbacks, self.program) as calls:
             return self._predictor(source, calls=calls)
 

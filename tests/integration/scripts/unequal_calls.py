@@ -1,6 +1,6 @@
 """A worker on which only the chief calls a method of the trainer: tests/integration/test_unequal_calls.py.
 
-python -m tests.integration.scripts.unequal_calls hook|evaluate|begin|epoch|hooks|both
+python -m tests.integration.scripts.unequal_calls hook|evaluate|begin|epoch|hooks|both|batches
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tfpar
@@ -32,6 +33,31 @@ class Predicting(keras.callbacks.Callback):
         setattr(self, method, predict)
 
 
+class Batches(keras.callbacks.Callback):
+    """Has methods for the batches of an evaluation and a prediction."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        pass
+
+    def on_predict_batch_end(self, batch, logs=None):
+        pass
+
+
+def report_refusals(trainer: tfpar.Trainer) -> None:
+    """Prints why each method refuses callbacks that only the chief has."""
+    y, callbacks = x[:, :1], [Batches()] if chief else []
+    calls: list[Callable[[], Any]] = [
+        lambda: trainer.evaluate(x, y, callbacks=callbacks),
+        lambda: trainer.predict(x, callbacks=callbacks),
+        lambda: trainer.fit(x, y, steps=4, validation=(x, y), callbacks=callbacks),
+    ]
+    for call in calls:
+        try:
+            call()
+        except tfpar.ConfigError as error:
+            print("refused:", error, flush=True)
+
+
 def main(what: str) -> None:
     """Trains on two workers with a hook or callback that acts on one of them, or on both."""
     trainer = tfpar.Trainer(
@@ -51,6 +77,9 @@ def main(what: str) -> None:
         if chief or what == "both":
             trainer.evaluate(x, x[:, :1])
 
+    if what == "batches":
+        report_refusals(trainer)
+        return
     hooks: list[tfpar.Hook] = []
     callbacks: list[keras.callbacks.Callback] = []
     if what in ("hook", "both"):

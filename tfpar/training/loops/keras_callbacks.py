@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tfpar.cluster import failure
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel.topology import Topology
@@ -124,6 +127,11 @@ class KerasCallbacks:
         """Ends training: `on_train_end`."""
         self._callbacks.on_train_end(self._epoch_logs(state))
         self.release()
+
+    @property
+    def tests_batches(self) -> bool:
+        """Whether a callback has methods for the batches of an evaluation."""
+        return self._test_batches is not None
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[tuple[BatchCalls | None, Callable[[Mapping[str, Any]], None]]]:
@@ -263,8 +271,14 @@ def check_callbacks(callbacks: Any, topology: Topology, shard: str = "none") -> 
 def testing(
     callbacks: Sequence[keras.callbacks.Callback], program: Program
 ) -> Iterator[tuple[BatchCalls | None, Callable[[Mapping[str, Any]], None]]]:
-    """A separate evaluation, as by `Trainer.evaluate`; see `KerasCallbacks.evaluating`."""
+    """A separate evaluation, as by `Trainer.evaluate`; see `KerasCallbacks.evaluating`. All workers call it together,
+    with callbacks or without.
+
+    Raises:
+      ConfigError: Only some workers have callbacks with methods for batches.
+    """
     listed = _callback_list(callbacks, program)
+    _agree_on_batches(any(_wants(one, _TEST_BATCH) for one in callbacks), program, "evaluate")
     with _quiet_but_on_chief(listed.callbacks, program.topology):
         listed.on_test_begin()
         yield _test_batches(callbacks, listed, program), lambda results: listed.on_test_end(_logs(results))
@@ -272,9 +286,14 @@ def testing(
 
 @contextlib.contextmanager
 def predicting(callbacks: Sequence[keras.callbacks.Callback], program: Program) -> Iterator[BatchCalls | None]:
-    """The calls around each batch of a prediction."""
+    """The calls around each batch of a prediction. All workers call it together, with callbacks or without.
+
+    Raises:
+      ConfigError: Only some workers have callbacks with methods for batches.
+    """
     listed, model = _callback_list(callbacks, program), program.model
     wanted = any(_wants(one, _PREDICT_BATCH) for one in callbacks)
+    _agree_on_batches(wanted, program, "predict")
     model.stop_predicting = False
     calls = BatchCalls(
         listed.on_predict_batch_begin, listed.on_predict_batch_end, stop=lambda: bool(model.stop_predicting)
@@ -283,6 +302,33 @@ def predicting(callbacks: Sequence[keras.callbacks.Callback], program: Program) 
         listed.on_predict_begin()
         yield calls if wanted else None
         listed.on_predict_end()
+
+
+def _agree_on_batches(wanted: bool, program: Program, method: str) -> None:
+    topology = program.topology
+    agreement = WorkerAgreement(world_group(topology.workers, topology.worker), f"{method}()")
+    with failure.peer_errors_named(topology.cluster):
+        check_batch_methods(method, agreement.gather(wanted))
+
+
+def check_batch_methods(method: str, wanted: Sequence[bool]) -> None:
+    """Refuses workers of which only some call methods for the batches of an evaluation or a prediction: these meet the
+    others after each batch, and would take their sums for those of one.
+
+    Args:
+      method: The method of `Trainer` that got the callbacks.
+      wanted: By worker, whether it has such callbacks.
+
+    Raises:
+      ConfigError: Names the workers that have them.
+    """
+    if len(set(wanted)) == 1:
+        return
+    ranks = ", ".join(str(rank) for rank, wants in enumerate(wanted) if wants)
+    raise ConfigError(
+        f"{method}(callbacks=...): only worker {ranks} has callbacks with methods for the batches of an evaluation or "
+        "prediction. Give every worker the same; where only the chief is to act, return from the method on the others."
+    )
 
 
 def _test_batches(

@@ -22,7 +22,7 @@ from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.history import EpochHistory, FitResult
 from tfpar.training.loops.hooks import Hook, HookRows
-from tfpar.training.loops.keras_callbacks import KerasCallbacks
+from tfpar.training.loops.keras_callbacks import KerasCallbacks, check_batch_methods
 from tfpar.training.loops.state import LoopState
 
 
@@ -133,7 +133,9 @@ class Run:
 
     def _check_hooks(self) -> None:
         """Refuses hooks or callbacks that only some workers have: the others would not stop at the same steps."""
-        gathered = self._context.agreement.gather(self._stops)
+        tests_batches = self._callbacks is not None and self._callbacks.tests_batches
+        gathered, wanted = zip(*self._context.agreement.gather([self._stops, tests_batches]), strict=True)
+        check_batch_methods("fit", wanted)
         if any(stops != self._stops for stops in gathered):
             text = ", ".join(f"every {stops or 'none'} on worker {rank}" for rank, stops in enumerate(gathered))
             raise ConfigError(
