@@ -81,6 +81,18 @@ def test_workers_that_were_not_given_the_same_say_so_before_the_first_step(what,
     assert all(part in said for part in named), said
 
 
+def test_workers_with_other_models_say_so_before_the_first_step():
+    result = launch(2, "-m", "tests.integration.scripts.own_data", "models")
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said
+    values = "refused: the workers' models start from different values: "
+    for text in (
+        f"weights {values}1 of 2 weights and states differ from those of worker 0 on worker 1, the first of them 'seq",
+        f"state {values}1 of 4 weights and states differ from those of worker 0 on worker 1, the first of them 'norm",
+    ):
+        assert said.count(text) == 2, said  # on every worker
+
+
 _THREE_TRAINERS = """
 import tfpar, keras, numpy as np
 x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")

@@ -1,6 +1,6 @@
 """A worker that trains on data of its own, or with an option of its own: tests/integration/test_multi_worker.py.
 
-python -m tests.integration.scripts.own_data data|option|name|nothing
+python -m tests.integration.scripts.own_data data|option|name|nothing|models
 """
 
 from __future__ import annotations
@@ -14,10 +14,39 @@ import tfpar
 import keras
 import numpy as np
 
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def weights() -> keras.Model:
+    """Has other weights on the second worker."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="dense")])
+    model.set_weights([np.full((4, 1), 1.0 + rank), np.zeros(1)])
+    return model
+
+
+def state() -> keras.Model:
+    """Is adapted to other examples on each worker."""
+    normalization = keras.layers.Normalization(name="normalization")
+    normalization.adapt(np.arange(8.0).reshape(2, 4) + rank)
+    return keras.Sequential([keras.Input((4,)), normalization, keras.layers.Dense(1)])
+
+
+def report_refusals() -> None:
+    """Prints why models that differ between the workers are not trained."""
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+    options = {"strategy": "multi_worker", "global_batch_size": 16, "jit_compile": "false", "verbose": 0}
+    for build in (weights, state):
+        try:
+            tfpar.Trainer(build, "sgd", "mse", **options).fit(x, x[:, :1], steps=2)
+        except tfpar.ConfigError as error:
+            print(f"{build.__name__} refused: {error}", flush=True)
+
 
 def main(what: str) -> None:
     """Trains on two workers that are given the same, or not."""
-    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    if what == "models":
+        report_refusals()
+        return
     count = 120 if what == "data" and rank else 200
     config = tfpar.ExperimentConfig.from_flat_dict(
         {

@@ -73,6 +73,9 @@ class ParameterServerLoop:
     def check(self) -> None:
         """Nothing to compare: only the chief decides what to run."""
 
+    def check_weights(self) -> None:
+        """Nothing to compare: all workers use the weights on the servers."""
+
     def begin(self, rows: HookRows, state: LoopState) -> None:
         """Stores the receiver of reports; workers need only the number of a step."""
         del state

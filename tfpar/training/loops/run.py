@@ -40,6 +40,9 @@ class Loop(Protocol):
     def check(self) -> None:
         """Refuses workers that were not given the same run."""
 
+    def check_weights(self) -> None:
+        """Refuses workers that do not start from the same weights."""
+
     def begin(self, rows: HookRows, state: LoopState) -> None:
         """Prepares training from a state; `rows` receive the reports of steps."""
 
@@ -158,6 +161,7 @@ class Run:
                     return results.report_already_finished(
                         info, previous, context.monitor, context.program.eval_weights
                     )
+        self._loop.check_weights()
         announce.record_run_info(info, context.monitor, self._loop.traffic, state.step)
         context.files.restarts.begin(state.step)
         with context.preemption, context.monitor.session():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tfpar import inputs
+from tfpar.config import ConfigError
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import announce, samples, timings
@@ -24,6 +25,7 @@ from tfpar.training.loops.pacing import TARGET_SECONDS, NormPacing, StepsPerCall
 from tfpar.training.loops.rounds import CALL_SECONDS, LoopRounds
 from tfpar.training.loops.state import LoopState
 from tfpar.training.loops.timed_rounds import OwnSteps, run_for
+from tfpar.training.model.starting_values import starting_digests
 from tfpar.training.step_loop import StepsResult
 from tfpar.training.validate import validate_workers_agree
 
@@ -89,6 +91,33 @@ class SynchronousLoop:
         }
         shown[first] = f"{facts[first]}; an iterable that shuffles needs the same seed on every worker"
         validate_workers_agree(context.agreement, info.config, facts, shown)
+
+    def check_weights(self) -> None:
+        """Refuses workers whose models do not start from the same values. All workers call it after resuming.
+
+        They would add up gradients of different models, and each would move its own weights by the sum.
+
+        Raises:
+          ConfigError: Names the workers, and the first weight or state that differs.
+        """
+        context, program = self._context, self._context.program
+        agreement = context.agreement.during("the comparison of weights")
+        if agreement.size == 1:
+            return
+        with activity("comparing the weights of the workers", shown=program.reports), self.at_stop():
+            values = starting_digests(program.model, parts_on_workers=program.topology.parts_on_workers)
+            own = [digest for _, digest in values]  # Keras' numbers in paths may differ between workers
+            if agreement.all_equal(own):
+                return
+            first, *others = agreement.gather(own)
+        workers = ", ".join(str(rank) for rank, each in enumerate(others, start=1) if each != first)
+        differing = [path for (path, _), *digests in zip(values, first, *others, strict=True) if len({*digests}) > 1]
+        raise ConfigError(
+            f"the workers' models start from different values: {len(differing)} of {len(first)} weights and states "
+            f"differ from those of worker 0 on worker {workers}, the first of them {differing[0]!r}. Load, set and "
+            "adapt weights in the same way on every worker: from the same file, with the same seed, and by adapt() on "
+            "the same examples."
+        )
 
     def begin(self, rows: HookRows, state: LoopState) -> None:
         """Opens the input at the state's step."""
