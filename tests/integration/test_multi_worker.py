@@ -91,6 +91,13 @@ def test_workers_with_other_models_say_so_before_the_first_step():
         f"state {values}1 of 4 weights and states differ from those of worker 0 on worker 1, the first of them 'norm",
     ):
         assert said.count(text) == 2, said  # on every worker
+    for text in (
+        "loss refused: the workers were not given the same: loss (here mse). Each",
+        "loss refused: the workers were not given the same: loss (here mae). Each",
+        "metrics refused: the workers were not given the same: metrics (here None). Each",
+        "metrics refused: the workers were not given the same: metrics (here ['mae']). Each",
+    ):
+        assert text in said, said
 
 
 _THREE_TRAINERS = """

@@ -135,13 +135,13 @@ def test_augmentation_by_option_and_images_it_does_not_suit(tmp_path):
 # The stages.
 
 
-def test_the_public_functions_are_the_six_stages_in_order():
+def test_the_public_functions_are_the_seven_stages_in_order():
     stages = [
         function
         for name, function in vars(validate).items()
         if inspect.isfunction(function) and function.__module__ == validate.__name__ and not name.startswith("_")
     ]
-    names = ["config", "data", "model", "workdir", "saved_run", "workers_agree"]
+    names = ["config", "data", "model", "workdir", "saved_run", "same_goal", "workers_agree"]
     assert [stage.__name__ for stage in stages] == [f"validate_{name}" for name in names]
     for number, stage in enumerate(stages, 1):
         assert stage.__doc__.startswith(f"Stage {number}: refuses ")

@@ -43,6 +43,7 @@ from tfpar.training.placing.own_parts import OwnParts
 from tfpar.training.sharding import OwnShare, SharedAverages, sharded_step
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import eval_input, train_input
+from tfpar.training.validate import validate_same_goal
 
 import keras
 import tensorflow as tf
@@ -115,6 +116,7 @@ class Program:
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
         placing = placing_of(runtime, layout, config.train)
         goal.check_names()
+        validate_same_goal(runtime.topology, model, goal)
         made = placing.build_first(model, strategy, announced=reports)
         with placing.scope(model, strategy), activity("building the model", shown=reports):
             built, original = made or build_model(model, strategy, announced=reports)

@@ -7,9 +7,10 @@
 | `validate_model` | the same, given data; `Trainer.fit` | the model with the data |
 | `validate_workdir` | `tfpar.validate`, `tfpar.initialize` | the workdir with the configuration |
 | `validate_saved_run` | with the stage before, or in `Trainer` | the saved run with the configuration |
+| `validate_same_goal` | `Trainer`, before it makes variables | losses, metrics and a given model of the workers |
 | `validate_workers_agree` | `Trainer.fit`, before the first step | the workers with each other |
 
-All but the last run no TensorFlow operation, start nothing and write no file of the run: they come before the strategy.
+All but the last two run no TensorFlow operation, start nothing and write no file: they come before the strategy.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from typing import Any
 from tfpar import cluster, inputs, models, precision
 from tfpar.checkpoint import checkpointer, run_state, workdir_lock
 from tfpar.checkpoint.model_files import task_spec
+from tfpar.cluster import failure
 from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import CUSTOM, PER_HOST_OPTIONS, ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.inputs.checks import check_same_shapes
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel.mesh import AUTO
 from tfpar.parallel.planner.machine import parse_size
+from tfpar.parallel.split import shape_of
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.process.writable import unwritable_message, write_error
 from tfpar.training.duration import check_length, total_steps
@@ -40,7 +44,10 @@ from tfpar.training.placing.check import check_on_topology
 from tfpar.training.uneven_batches import train_input
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+_GOAL = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
 def validate_config(config: ExperimentConfig) -> Topology:
@@ -207,10 +214,33 @@ def validate_saved_run(config: ExperimentConfig) -> None:
         _check_same_run(saved, config, workdir)
 
 
+def validate_same_goal(topology: Topology, model: Any, goal: Any) -> None:
+    """Stage 6: refuses workers that were given different losses, metrics or models.
+
+    Creating a variable is a collective call: a worker with a metric more would wait for the others. All workers call it
+    together, before they make variables, and all of them raise.
+
+    Args:
+      topology: The topology of the run.
+      model: A model, or a function that builds one, of which nothing is known yet.
+      goal: Losses and metrics, or an objective of the user's own.
+
+    Raises:
+      ConfigError: Names what differs, with this worker's values.
+    """
+    if not topology.synchronous or topology.workers == 1:
+        return
+    facts = {name: _described(getattr(goal, name, None)) for name in _GOAL}
+    facts |= {"objective": _described(getattr(goal, "make", None)), "weights of the model": _weights_of(model)}
+    agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "Trainer()")
+    with failure.peer_errors_named(topology.cluster):
+        _refuse_differences(agreement, facts, {})
+
+
 def validate_workers_agree(
     agreement: WorkerAgreement, config: ExperimentConfig, facts: Mapping[str, Any], descriptions: Mapping[str, str]
 ) -> None:
-    """Stage 6: refuses workers that were given different flags, data or models.
+    """Stage 7: refuses workers that were given different flags, data or models.
 
     Their collective calls would have different lengths, and they would wait for each other forever. Options that may
     differ are left out (`tfpar.config.PER_HOST_OPTIONS`). All workers call it before the first step, and all of them
@@ -227,6 +257,30 @@ def validate_workers_agree(
     """
     options = {f"--{name}": value for name, value in config.as_flat_dict().items() if name not in PER_HOST_OPTIONS}
     values = {**options, **facts}
+    _refuse_differences(agreement, values, descriptions)
+
+
+def _weights_of(model: Any) -> Any:
+    """Shapes and types, in order. Not the paths: Keras numbers the layers of all models of a process."""
+    if not isinstance(model, keras.Model):
+        return "made by a function"
+    return [(shape_of(weight), str(weight.dtype)) for weight in model.weights]
+
+
+def _described(value: Any) -> Any:
+    """Losses, metrics and their weights as values that are equal on workers that were given the same."""
+    if isinstance(value, Mapping):
+        return {str(key): _described(each) for key, each in value.items()} or None
+    if isinstance(value, list | tuple):
+        return [_described(each) for each in value] or None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def _refuse_differences(agreement: WorkerAgreement, values: Mapping[str, Any], descriptions: Mapping[str, str]) -> None:
     if agreement.all_equal(values):
         return
     differ = [name for name, value in values.items() if not agreement.all_equal(value)]

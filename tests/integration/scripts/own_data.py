@@ -31,15 +31,25 @@ def state() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), normalization, keras.layers.Dense(1)])
 
 
+def same() -> keras.Model:
+    """Is the same on each worker."""
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
 def report_refusals() -> None:
-    """Prints why models that differ between the workers are not trained."""
+    """Prints why models, losses and metrics that differ between the workers are not trained."""
     x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
     options = {"strategy": "multi_worker", "global_batch_size": 16, "jit_compile": "false", "verbose": 0}
-    for build in (weights, state):
+    for what, build, loss, metrics in (
+        ("weights", weights, "mse", None),
+        ("state", state, "mse", None),
+        ("loss", same, ["mse", "mae"][rank], [keras.losses.mean_squared_error]),
+        ("metrics", same, keras.losses.MeanSquaredError(), [None, ["mae"]][rank]),
+    ):
         try:
-            tfpar.Trainer(build, "sgd", "mse", **options).fit(x, x[:, :1], steps=2)
+            tfpar.Trainer(build, "sgd", loss, metrics, **options).fit(x, x[:, :1], steps=2)
         except tfpar.ConfigError as error:
-            print(f"{build.__name__} refused: {error}", flush=True)
+            print(f"{what} refused: {error}", flush=True)
 
 
 def main(what: str) -> None:

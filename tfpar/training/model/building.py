@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -149,13 +150,31 @@ def _called(function: Callable[[], keras.Model]) -> keras.Model:
         )
     if not callable(function):
         raise ConfigError(f"model={function!r} is neither a Keras model nor a function that returns one.")
-    built = function()
+    with _same_weights_on_workers():
+        built = function()
     if not isinstance(built, keras.Model) or not built.built:
         raise ConfigError(
             f"model() returned {built!r}; it must return a built Keras model. Give it an Input, or call it on a "
             "batch (of zeros) before it is returned."
         )
     return built
+
+
+@contextlib.contextmanager
+def _same_weights_on_workers() -> Iterator[None]:
+    """Says what the error of TensorFlow 2.21 means that ends the creation of a variable of other shape elsewhere."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = re.search(
+            r"expected shape (\[.*?\]) but another member in the group expected shape (\[.*?\])", str(error)
+        )
+        if found is None:
+            raise
+        raise ConfigError(
+            f"model() makes a weight of shape {found[1]} on one worker and {found[2]} on another. Each worker must "
+            "build the same model."
+        ) from error
 
 
 def _copied(model: keras.Model) -> keras.Model:
