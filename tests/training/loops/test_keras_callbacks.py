@@ -278,6 +278,22 @@ def test_a_resumed_run_goes_on_in_its_epoch(tmp_path):
     assert [call[:2] for call in second.calls[1:]] == [("epoch begin", 1), ("epoch end", 1), ("train end",)]
 
 
+@pytest.mark.parametrize("has_schedule", [True, False])
+def test_a_relative_rate_counts_once_in_a_resumed_epoch(has_schedule, tmp_path):
+    """The resumed run calls `on_epoch_begin` again."""
+
+    def fit(**options) -> tfpar.Trainer:
+        scheduled = {"optimizer": "sgd", "schedule": "constant", "learning_rate": 0.1}
+        given = scheduled if has_schedule else {"optimizer": keras.optimizers.SGD(0.1)}
+        trainer = trainer_of(plain, workdir=str(tmp_path), **given, **options)
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 * rate if epoch == 1 else rate)
+        trainer.fit(source(), steps=2 * EPOCH, callbacks=[rates])
+        return trainer
+
+    fit(stop_after=EPOCH + 1)
+    assert float(fit().optimizer.learning_rate.numpy()) == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize(
     ("callback", "message"),
     [

@@ -201,9 +201,22 @@ class KerasCallbacks:
 
     def _begin_epoch(self, state: LoopState) -> None:
         self._epoch.clear()
-        self._callbacks.on_epoch_begin(state.step // self._steps_per_epoch)
+        epoch, batch = divmod(state.step, self._steps_per_epoch)
+        if batch:
+            self._begin_again(epoch)
+        else:
+            self._callbacks.on_epoch_begin(epoch)
         if self._per_batch:
-            self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
+            self._callbacks.on_train_batch_begin(batch)
+
+    def _begin_again(self, epoch: int) -> None:
+        """Begins the epoch in which a run resumes, at the rate that callbacks have already given it: those that change
+        the rate relative to the previous one would do so twice."""
+        optimizer = self._program.optimizer
+        resumed = optimizer.learning_rate.numpy()
+        self._callbacks.on_epoch_begin(epoch)
+        if optimizer.learning_rate.numpy() != resumed:
+            optimizer.learning_rate = resumed
 
     def _train_logs(self) -> dict[str, Any]:
         return Interval.join(self._epoch, self._metric_results).results()
