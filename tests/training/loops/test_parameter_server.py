@@ -30,10 +30,20 @@ x = generator.normal(size=(64, 8)).astype(np.float32)
 train = tfpar.inputs.from_arrays(x, (np.abs(x).sum(axis=1) % 3).astype(np.int32), num_classes=3)
 
 
+class Counter(keras.layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="steps")
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1)
+        return x
+
+
 def build():
     keras.utils.set_random_seed(1)
     layers = [keras.Input((8,)), keras.layers.Dropout(0.5), keras.layers.Dense(8), keras.layers.Dropout(0.5)]
-    return keras.Sequential([*layers, keras.layers.Dense(3)], name="net")
+    return keras.Sequential([*layers, Counter(name="counter"), keras.layers.Dense(3)], name="net")
 
 
 logs, seen = [], []
@@ -47,6 +57,7 @@ trainer.fit(
     callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs_: logs.append((epoch, sorted(logs_))))],
 )
 print("seen", seen, "logs", logs)
+print("counted", int(trainer.model.get_layer("counter").steps.numpy()))
 """
 
 
@@ -64,11 +75,14 @@ def run(tmp_path: pathlib.Path, name: str, strategy: str, stop_after: int = 0) -
 
 def test_one_seed_draws_the_same_numbers_under_both_loops(tmp_path):
     """One worker takes its steps in turn, so that asynchronous training has nothing asynchronous but its draws."""
-    expected, _ = run(tmp_path, "whole", "one_device")
+    expected, text = run(tmp_path, "whole", "one_device")
+    assert "counted 12" in text
     _, stopped = run(tmp_path, "parts", "parameter_server", stop_after=6)
     assert "stopped after step 6 of 12; the newest checkpoint is of step 6" in stopped
     found, text = run(tmp_path, "parts", "parameter_server")
     assert "resumed from step 6 (epoch 1.50)" in text
+    assert "counted 6" in stopped  # integers travel to the servers, too
+    assert "counted 12" in text
     assert found["steps"] == expected["steps"] == 12
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
     assert found["eval"]["loss"] == pytest.approx(expected["eval"]["loss"], rel=1e-4)

@@ -21,6 +21,7 @@ from tfpar.config import ConfigError
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import samples
+from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.server_update import apply_on_servers
 from tfpar.process.activity import activity
 from tfpar.training import norms
@@ -145,7 +146,9 @@ class ParameterServerLoop:
             gradients = program.core.unreached.left_out(mean, model.trainable_variables)
             apply_on_servers(program.optimizer, program.strategy, gradients, model.trainable_variables, rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
-                if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker changes them a little
+                # Batch statistics and counters: every worker changes them a little. Booleans have no sum.
+                dtype = tf.as_dtype(variable.dtype)
+                if (dtype.is_floating or dtype.is_integer) and not is_seed_state(variable):
                     variable.value.assign_add(new - old)
             return tf.constant(True)
 
