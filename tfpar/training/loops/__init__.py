@@ -58,6 +58,7 @@ def start_run(
         loop = SynchronousLoop(context, evaluator)
     else:
         loop = ParameterServerLoop(context, waits_for_evaluation=bridge is not None)
+        closing.callback(loop.close)  # its thread must end even if training fails
     return Run(context, loop, hooks, bridge)
 
 

@@ -64,8 +64,8 @@ class SnapshotEvaluation:
         return pending.result()
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown()
+        """Ends the thread, without waiting for results that nobody collects: the run may have failed."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _snapshot(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         with tf.device(_CHIEF):
