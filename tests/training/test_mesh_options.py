@@ -9,7 +9,7 @@ import tfpar
 from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import alone
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.training.model.gathering import can_be_sharded
+from tfpar.parallel.weight_shards import can_be_sharded
 from tfpar.training.validate import validate_config
 
 import keras

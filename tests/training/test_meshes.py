@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import assert_as_alone
-from tfpar.training.model.gathering import can_be_sharded
+from tfpar.parallel.weight_shards import can_be_sharded
 
 import pytest
 

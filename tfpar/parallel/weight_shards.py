@@ -14,13 +14,29 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tfpar.optim import keras_calls
+from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.division import Shards
 from tfpar.parallel.model_axis import Axis, Place, current_place, place_of_group
 from tfpar.parallel.split import shape_of, split_of
 
 import keras
 import tensorflow as tf
+
+_LEAST_ELEMENTS = 1024  # smaller weights stay whole
+
+
+def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:
+    """The outermost layers that are not models: each gathers its weights when it is called."""
+    found = []
+    for layer in keras_internals.all_layers(model, include_self=False, recursive=False):
+        found += layers_that_gather(layer) if isinstance(layer, keras.Model) else [layer]
+    return found
+
+
+def can_be_sharded(variable: keras.Variable) -> bool:
+    """Whether a weight can be sharded and is large enough: at least 1,024 elements and two dimensions."""
+    large = math.prod(variable.shape) >= _LEAST_ELEMENTS and len(variable.shape) > 1
+    return large and variable.dtype == "float32" and variable.constraint is None
 
 
 class ReplicaAxis(Axis):

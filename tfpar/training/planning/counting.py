@@ -20,8 +20,8 @@ from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.divided_logits import kept_divided
 from tfpar.parallel.tensor.ways import weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
+from tfpar.parallel.weight_shards import can_be_sharded, layers_that_gather
 from tfpar.training.model import recompute
-from tfpar.training.model.gathering import can_be_sharded, layers_that_gather
 from tfpar.training.pipeline.graph import GraphStep, Values, costs_of, crossing_elements, run_steps, steps_of
 
 import keras

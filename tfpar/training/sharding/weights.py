@@ -22,10 +22,9 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices
 from tfpar.parallel.tensor.calls import heads_of
 from tfpar.parallel.topology import Topology
-from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
+from tfpar.parallel.weight_shards import ReplicaAxis, can_be_sharded, is_sharded, layers_that_gather
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import all_weights
-from tfpar.training.model.gathering import can_be_sharded, layers_that_gather
 from tfpar.training.model.recompute import recompute_layers
 from tfpar.training.model.support import known_summary
 from tfpar.training.placing.base import Placing
