@@ -357,6 +357,8 @@ def test_a_model_is_evaluated_on_what_its_run_held_out(tmp_path):
         **plain.as_flat_dict(),
         **{name: flat[name] for name in ("dataset", "validation_fraction", "seed")},
     }
+    in_folder = str(tmp_path / "exports" / "newest" / "model.keras")  # of an online run
+    assert examples_of_run(plain, in_folder, lambda name: name == "sequence_length").as_flat_dict() == found
     assert examples_of_run(plain, path, lambda name: name == "dataset") == plain  # other data
 
 

@@ -50,7 +50,7 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
 
 
 def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], bool]) -> ExperimentConfig:
-    """The configuration with the examples of the run in whose workdir a `.keras` file is.
+    """The configuration with the examples of the run in whose workdir, or a folder there, a `.keras` file is.
 
     Which examples were held out depends on options such as `validation_fraction`: other values would evaluate a model
     on its training examples.
@@ -63,7 +63,9 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
     Raises:
       ConfigError: No data set is given, and no run beside the file says which one it had.
     """
-    saved = checkpointer.saved_config(pathlib.Path(path).parent) or {}
+    # The workdir, or a folder in it: an online run keeps its models in exports/NAME.
+    beside = (checkpointer.saved_config(folder) for folder in [*pathlib.Path(path).absolute().parents][:3])
+    saved = next(filter(None, beside), {})
     dataset = saved.get("dataset", CUSTOM)
     if dataset == CUSTOM and not given("dataset"):
         known = "the run beside it had examples of a program's own" if saved else "it is not in the workdir of a run"

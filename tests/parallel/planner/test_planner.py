@@ -233,6 +233,11 @@ def test_replicas_that_share_memory_add_up_in_it():
 # What is listed
 
 
+def test_a_mesh_that_does_not_divide_the_devices_is_named():
+    with pytest.raises(ConfigError, match="pipeline:3 needs 3 devices, or a multiple of them"):
+        _ = search(question(on(1, 4), meshes={"pipeline": 3})).best
+
+
 def test_meshes_are_those_that_the_flag_takes():
     found = {(each.data, each.pipeline, each.model) for each in meshes(on(4, 2), (1, 2, 8))}
     assert {(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2), (1, 4, 2)} <= found

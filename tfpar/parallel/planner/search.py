@@ -109,6 +109,13 @@ class Answer:
         )
 
     def _obstacles(self) -> str:
+        machine = self.question.machine
+        needed, there = math.prod(self.question.meshes.values()), machine.workers * machine.devices
+        if there % needed:
+            axes = ",".join(f"{name}:{size}" for name, size in self.question.meshes.items())
+            return (
+                f"{axes} needs {needed} devices, or a multiple of them: use other sizes, or another number of devices."
+            )
         if self.refused:
             return f"A run would refuse all of them, for example: {self.refused}"
         model = self.question.model
