@@ -152,6 +152,18 @@ def test_warm_start_from_a_workdir_takes_its_best_checkpoint(tmp_path):
     assert said == [f"warm start from {tmp_path}: 8 of 8 weights taken"]
 
 
+def test_warm_start_normalises_by_the_statistics_it_took(tmp_path):
+    def normalizing() -> keras.Model:
+        return keras.Sequential([keras.Input((2,)), keras.layers.Normalization(name="norm")], name="net")
+
+    source, target = filled(normalizing()), normalizing()
+    source.get_layer("norm").adapt_variance.assign([4.0, 9.0])
+    save_run(tmp_path, source, steps=(0,))
+    run_state.warm_start(target, str(tmp_path), print)
+    wanted = (np.ones((1, 2)) - target.get_layer("norm").adapt_mean.numpy()) / [2.0, 3.0]
+    np.testing.assert_allclose(target(np.ones((1, 2), np.float32)), wanted, rtol=1e-6)
+
+
 def test_warm_start_from_a_workdir_without_a_best_takes_the_newest(tmp_path):
     source, target = filled(model()), model()
     save_run(tmp_path, source, steps=(1, 2, 3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import tfpar
-from tests.drop_in.alone import X, Y, model_of
+from tests.drop_in.alone import X, Y, fit, model_of
 from tfpar.drop_in import workers
 
 import keras
@@ -141,3 +141,15 @@ def test_shares_that_cannot_be(monkeypatch):
     with pytest.raises(tfpar.ConfigError, match="not generator"):
         tfpar.shard(iter_of := (value for value in range(3)))
     del iter_of
+
+
+# With a cluster
+
+
+def test_normalization_computes_with_the_statistics_that_were_broadcast(alone, monkeypatch):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Normalization(name="norm"), keras.layers.Dense(1)])
+    mean = model.get_layer("norm").adapt_mean
+    sent = [np.full(3, 5.0, np.float32) if variable is mean else variable.numpy() for variable in model.weights]
+    monkeypatch.setattr(alone, "broadcast", lambda arrays: [*sent, *arrays[len(sent) :]])
+    fit(alone, model=model)
+    np.testing.assert_array_equal(model.get_layer("norm").mean, [[5.0] * 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.optim import keras_calls
+from tfpar.optim import keras_calls, keras_internals
 from tfpar.optim.keras_calls import INTERNALS
 
 import keras
@@ -116,3 +116,66 @@ def test_keras_still_does_what_is_relied_on(internal):
 
 def test_every_row_of_the_table_has_a_canary():
     assert [row.name for row in INTERNALS] == list(CANARIES)
+
+
+# What layers prepare for a call
+
+
+def normalizing() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Normalization(name="norm")])
+
+
+def test_normalization_computes_with_the_values_that_were_assigned():
+    model = normalizing()
+    model.get_layer("norm").adapt_mean.assign([10.0, 20.0])
+    model.get_layer("norm").adapt_variance.assign([4.0, 9.0])
+    keras_calls.finalize_states(model)
+    np.testing.assert_allclose(model(np.float32([[12.0, 23.0]])), [[1.0, 1.0]])
+
+
+def test_a_layer_whose_variables_are_elsewhere_is_left_alone():
+    model = normalizing()
+    for variable in model.weights:
+        keras_internals.replace_value(variable, np.zeros((0,), np.float32))
+    keras_calls.finalize_states(model)
+    assert tuple(model.get_layer("norm").mean.shape) == (1, 2)
+
+
+def test_bins_that_are_in_the_configuration_are_not_forgotten():
+    bins = keras.layers.Discretization(num_bins=2)
+    bins.adapt(np.arange(8.0))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Discretization.from_config(bins.get_config())])
+    keras_calls.finalize_states(model)
+    assert model.layers[0].bin_boundaries == bins.bin_boundaries
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (keras.layers.StringLookup, ["a", "b", "a"]),
+        (keras.layers.IntegerLookup, [7, 9, 7]),
+        (lambda: keras.layers.StringLookup(output_mode="tf_idf"), ["a", "b", "a"]),
+        (lambda: keras.layers.TextVectorization(output_sequence_length=2), ["a b", "a c"]),
+    ],
+)
+def test_a_learned_vocabulary_is_copied(make, data):
+    layer = make()
+    layer.adapt(np.array(data))
+    copy = type(layer).from_config(layer.get_config())
+    keras_calls.copy_vocabulary(layer, copy)
+    asked = tf.constant(data)[:, None]
+    np.testing.assert_array_equal(copy(asked), layer(asked))
+
+
+def test_a_layer_that_has_learned_no_vocabulary_stays_so():
+    layer, copy = keras.layers.StringLookup(), keras.layers.StringLookup()
+    keras_calls.copy_vocabulary(layer, copy)
+    copy.adapt(np.array(["a"]))
+    assert copy.get_vocabulary() == ["[UNK]", "a"]
+
+
+def test_a_vocabulary_that_keras_files_cannot_hold_is_refused():
+    layer = keras.layers.StringLookup(name="words")
+    layer.adapt(np.array(["a\nb", "c"]))
+    with pytest.raises(ValueError, match="vocabulary of words"):
+        keras_calls.copy_vocabulary(layer, keras.layers.StringLookup())

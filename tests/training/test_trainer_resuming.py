@@ -187,6 +187,22 @@ def test_a_second_trainer_of_the_same_program_resumes_too(tmp_path, capsys):
         np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=one.path)
 
 
+def test_a_resumed_run_normalises_by_the_saved_statistics(tmp_path):
+    def normalizing(*adapted: np.ndarray) -> keras.Model:
+        norm = keras.layers.Normalization(name="norm")
+        norm.build((None, 6))  # otherwise the paths of its variables depend on whether it is adapted
+        for data in adapted:
+            norm.adapt(data)
+        return keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(CLASSES, name="head")], name="net")
+
+    options = {"schedule": "constant", "optimizer": "sgd", "steps": 1, "workdir": str(tmp_path)}
+    data = np.random.default_rng(0).normal(5.0, 3.0, size=(16, 6)).astype(np.float32)
+    adapted, plain = normalizing(data), normalizing()
+    another_trainer(adapted, **options).fit(source())
+    another_trainer(plain, **options).fit(source())
+    np.testing.assert_array_equal(plain(data), adapted(data))
+
+
 @pytest.mark.parametrize("eval_every", [0, 1000])
 def test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more(tmp_path, eval_every):
     """As Keras' History has it; an interval of evaluations that never comes does not matter."""

@@ -15,7 +15,7 @@ from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.optim import keras_rates
+from tfpar.optim import keras_calls, keras_rates
 from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import (
@@ -324,6 +324,7 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
         )
     for path in fitting:
         assign_whole(own[path], values[path])
+    keras_calls.finalize_states(model)
     kept = sorted(set(own) - fitting)
     say(
         f"warm start from {source}: {len(fitting)} of {len(own)} weights taken"

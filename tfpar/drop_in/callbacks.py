@@ -9,6 +9,7 @@ from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.optimizer import digest, distribution_of, xla_error
 from tfpar.drop_in.workers import Workers
+from tfpar.optim.keras_calls import finalize_states
 
 import keras
 import numpy as np
@@ -137,6 +138,7 @@ class BroadcastInitialWeights(_InStep):
                 )
         for variable, value in zip(variables, self._workers.broadcast(arrays), strict=True):
             variable.assign(value)
+        finalize_states(self.model)
         digests = self._workers.gather("check the broadcast", digest(variables))
         if any(other != digests[0] for other in digests):
             raise RuntimeError(f"workers hold different weights after the broadcast: SHA-256 {digests}")

@@ -32,6 +32,7 @@ from tfpar.incremental.tasks import Task, chosen, labels_of, split_tasks, with_c
 from tfpar.inputs.bad_records import fetch_with_mask
 from tfpar.inputs.source import Source
 from tfpar.monitor.summary import MODEL
+from tfpar.optim.keras_calls import finalize_states
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.trainer import Trainer
 
@@ -318,3 +319,4 @@ def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
             grown = np.array(variable)
             grown[..., : earlier.shape[-1]] = earlier
             variable.assign(grown)
+    finalize_states(model)

@@ -1,4 +1,5 @@
-"""Everything private of Keras that concerns how a call runs: its scopes, and the graph of a functional model.
+"""Everything private of Keras that concerns how a call runs: its scopes, the graph of a functional model, and what
+layers prepare for it.
 
 `INTERNALS` is as in `keras_internals.py`.
 """
@@ -7,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from tfpar.optim.keras_internals import Internal
+from tfpar.optim.keras_deferred import is_deferred
+from tfpar.optim.keras_internals import Internal, all_layers
 
 import keras
+import numpy as np
 from keras.src.backend.common import global_state  # not the object in it: `clear_session` makes a new one
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.models.functional import Functional
@@ -135,3 +139,44 @@ def shapes_of_variables(shapes: Iterable[tuple[keras.Variable, Sequence[int]]]) 
     finally:
         for variable, shape, rank in before:
             variable._shape, variable._ndim = shape, rank
+
+
+def finalize_states(model: keras.Model) -> None:
+    """Renews what layers derive from their variables and compute with; call it when values have been assigned.
+
+    `Normalization` (3.15) computes with tensors that `finalize_state` makes from its variables. A layer without
+    variables has nothing that was assigned, and one whose variables have no elements here is not run here.
+    """
+    for layer in all_layers(model):
+        if (
+            callable(getattr(layer, "finalize_state", None))
+            and layer.weights
+            and all(map(_has_elements, layer.weights))
+        ):
+            layer.finalize_state()
+
+
+def _has_elements(variable: keras.Variable) -> bool:
+    return not is_deferred(variable) and 0 not in variable.shape
+
+
+def copy_vocabulary(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
+    """Gives a copy of a layer the vocabulary that the layer has learned, which is not in its configuration.
+
+    Raises:
+      ValueError: The copy has another vocabulary, such as if a token contains a line break, which Keras' files lose.
+    """
+    if not callable(getattr(layer, "get_vocabulary", None)) or _vocabulary(layer) == _vocabulary(other):
+        return
+    store: dict[str, np.ndarray] = {}  # the weights of `tf_idf`, which are no variables of Keras
+    layer.save_own_variables(store)
+    with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        other.load_own_variables(store)
+        other.load_assets(folder)
+    if _vocabulary(layer) != _vocabulary(other):
+        raise ValueError(f"the vocabulary of {layer.name} cannot be copied")
+
+
+def _vocabulary(layer: Any) -> list[Any]:
+    return [*layer.get_vocabulary()]

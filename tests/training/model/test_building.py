@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tfpar
+from tests.training.harness import strategy_of
 from tests.training.model import keras_steps
 from tfpar import inputs
 from tfpar.config import ConfigError
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.loops.hooks import Hook
+from tfpar.training.model.building import build_model
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 layers = keras.layers
 
@@ -99,6 +102,21 @@ def test_a_model_that_a_function_builds_is_under_the_strategy():
     built = []
     made = trainer(lambda: built.append(model()) or built[-1], 2)
     assert made.model is built[0]
+
+
+def test_a_copy_normalises_as_the_adapted_model_and_back():
+    norm = layers.Normalization(name="norm")
+    norm.adapt(np.float32([[10.0] * 4, [30.0] * 4]))
+    given = keras.Sequential([keras.Input((4,)), norm])
+    strategy = strategy_of(2)
+    with strategy.scope():
+        copy, original = build_model(given, strategy)
+    x = np.full((1, 4), 30.0, np.float32)
+    np.testing.assert_array_equal(copy(x), given(x))
+    copy.get_layer("norm").adapt_mean.assign(np.full(4, 5.0))
+    with original.written_back(lambda variables: [tf.constant(variable.numpy()) for variable in variables]):
+        pass
+    np.testing.assert_allclose(given(x), np.full((1, 4), 2.5))
 
 
 @pytest.mark.parametrize("error", [Preempted, KeyboardInterrupt, ValueError])

@@ -16,6 +16,7 @@ from tfpar.config import ExperimentConfig
 from tfpar.guards.bad_examples import SkippedExampleLog
 from tfpar.guards.restarts import RestartLog
 from tfpar.monitor.run_info import stopping_option
+from tfpar.optim.keras_calls import finalize_states
 from tfpar.optim.plateau import PlateauController
 from tfpar.outer.local import saved as local
 from tfpar.parallel.split import assign_whole, not_finite, shape_of
@@ -183,6 +184,7 @@ class RunFiles:
         run_state.check_data(run, self._pipeline.source.info.fingerprint, program.config)
         run_state.check_optimizer(run, program.optimizer_options, self._workdir)
         self._restore_variables(checkpoint, run)
+        finalize_states(program.model)
         if program.topology.synchronous:
             self._restore_exchange(checkpoint, run)
             values = run["loss_scale"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.optim.keras_calls import copy_vocabulary, finalize_states
 from tfpar.optim.keras_internals import all_layers
 
 import keras
@@ -77,6 +78,7 @@ class Original:
     def _write_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> None:
         for variable, value in zip(self.model.weights, read(_counterparts(self.model, self.copy)), strict=True):
             variable.assign(value)
+        finalize_states(self.model)
 
 
 def build_model(
@@ -182,6 +184,9 @@ def _copied(model: keras.Model) -> keras.Model:
         copy = type(model).from_config(model.get_config())
         for variable, value in zip(_counterparts(model, copy), model.get_weights(), strict=True):
             variable.assign(value)
+        finalize_states(copy)
+        for layer, other in zip(all_layers(model), all_layers(copy), strict=True):
+            copy_vocabulary(layer, other)
     except (NotImplementedError, TypeError, ValueError) as error:
         # Keras' message has the whole configuration first, and the reason in its last line.
         reason = str(error).strip().rpartition("\n")[2].removeprefix("Exception encountered: ")

@@ -13,6 +13,7 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange.reducer import GatheredWeights
 from tfpar.optim import optimizers
+from tfpar.optim.keras_calls import finalize_states
 from tfpar.optim.keras_deferred import comes_from, is_deferred, made_deferred
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
@@ -196,3 +197,4 @@ def _take_values_of_first_worker(model: keras.Model, topology: Topology) -> None
             comes_from(variable, value_of_first)
         else:
             variable.assign(value_of_first(variable))
+    finalize_states(model)
