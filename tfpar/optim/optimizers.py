@@ -6,6 +6,7 @@ How an optimizer updates is elsewhere: `pure_update` on tensors, `server_update`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -194,11 +195,48 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
             "Exclude by name (var_names=[...]), or make model and optimizer in the strategy's scope."
         )
     copy = _from_own_config(optimizer)
+    if given := vars(optimizer).get(_GIVEN):
+        keras_internals.set_untracked(copy, **{_GIVEN: given})
     if pattern := keras_internals.excluded_names(optimizer):
         copy.exclude_from_weight_decay(var_names=[pattern])
     if parts is not None:
         _exclude_by_path(copy, parts)
     return copy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Given:
+    """The user's optimizer, and the learning rate that was taken from it; None for a schedule."""
+
+    optimizer: keras.optimizers.Optimizer
+    rate: float | None
+
+
+_GIVEN = "tfpar_given"
+
+
+def follow_rate(copy: keras.optimizers.Optimizer, given: keras.optimizers.Optimizer) -> None:
+    """Makes `take_over_rate` give a copy, and copies of it, what is assigned to the learning rate of the original."""
+    known = vars(given).get(_GIVEN) or _Given(given, _assigned_rate(given))
+    keras_internals.set_untracked(copy, **{_GIVEN: known})
+
+
+def take_over_rate(copies: Sequence[keras.optimizers.Optimizer]) -> None:
+    """Gives copies the learning rate that has been assigned to their original since.
+
+    If none has, they keep their own, which a callback may have changed.
+    """
+    for copy in copies:
+        given = vars(copy).get(_GIVEN)
+        rate = _assigned_rate(given.optimizer) if given else None
+        if rate is not None and rate != given.rate and _assigned_rate(copy) is not None:
+            copy.learning_rate = rate
+            keras_internals.set_untracked(copy, **{_GIVEN: _Given(given.optimizer, rate)})
+
+
+def _assigned_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    with keras_rates.without_schedule(optimizer) as schedule:
+        return None if schedule is not None else float(optimizer.learning_rate.numpy())
 
 
 def _from_own_config(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -13,7 +13,15 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_internals, keras_rates, optimizers
 from tfpar.parallel.held import held_by
 from tfpar.parallel.pipeline.devices import place_of
-from tfpar.parallel.split import keep_rows_and_columns_whole, keeps_slots_beside, model_split_of, split_of
+from tfpar.parallel.split import (
+    assign_whole,
+    keep_rows_and_columns_whole,
+    keeps_slots_beside,
+    model_split_of,
+    shape_of,
+    split_of,
+)
+from tfpar.training.model.building import given_for
 
 import keras
 import tensorflow as tf
@@ -81,24 +89,51 @@ class OptimizerSpec:
           variables: The variables that it updates.
         """
         optimizer = self.instance
-        if optimizer is None:
-            optimizer = self.create(config)
-        elif keras_internals.strategy_of(optimizer) is not tf.distribute.get_strategy() or (
-            optimizer.built and [*map(id, keras_internals.trainable_variables(optimizer))] != [*map(id, variables)]
+        if (
+            optimizer is None
+            or keras_internals.strategy_of(optimizer) is not tf.distribute.get_strategy()
+            or (optimizer.built and [*map(id, keras_internals.trainable_variables(optimizer))] != [*map(id, variables)])
         ):
-            optimizer = optimizers.recreate(optimizer)
+            optimizer = self.create(config)
+        else:
+            optimizers.follow_rate(optimizer, optimizer)  # as copies of it, for other weights, will
         if any(split_of(variable) or place_of(variable) is not None for variable in variables):
             keeps_slots_beside(optimizer)
         optimizer.build(variables)
         if any(model_split_of(variable) or held_by(variable) for variable in variables):
             keep_rows_and_columns_whole(optimizer)
+        self._take_over_state(optimizer, variables)
         return optimizer
+
+    def _take_over_state(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+        """Gives a copy the state of the given optimizer if that was built for the weights that the model's copy stands
+        for; it may have the same number of slots for other weights."""
+        given = self.instance
+        if given is None or optimizer is given or not given.built:
+            return
+        same = [*map(id, keras_internals.trainable_variables(given))] == [id(given_for(each)) for each in variables]
+        shapes = [[shape_of(each) for each in every.variables] for every in (optimizer, given)]
+        if any(map(held_by, variables)):  # workers that take over other parts would count other steps
+            self.tell_of_lost_state("several workers divide the layers")
+        elif same and shapes[0] == shapes[1]:
+            for variable, value in zip(optimizer.variables, given.variables, strict=True):
+                assign_whole(variable, value.numpy())
+        else:
+            self.tell_of_lost_state("it was built for other weights than this model trains")
+
+    def tell_of_lost_state(self, reason: str) -> None:
+        """Logs that a given optimizer has made steps whose state is not taken over."""
+        given = self.instance
+        if given is not None and given.built and (steps := int(given.iterations.numpy())):
+            _log.info("optimizer %s begins anew, without the state of its %d steps: %s", given.name, steps, reason)
 
     def create(self, config: ExperimentConfig) -> keras.optimizers.Optimizer:
         """A new optimizer, not built, for the strategy in whose scope this is called."""
         if self.instance is None:
             return optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
-        return optimizers.recreate(self.instance)
+        copy = optimizers.recreate(self.instance)
+        optimizers.follow_rate(copy, self.instance)
+        return copy
 
 
 def with_own_accumulation(
@@ -135,6 +170,7 @@ def with_own_accumulation(
             "them."
         )
     copy = optimizers.recreate(optimizer)
+    optimizers.follow_rate(copy, optimizer)
     copy.gradient_accumulation_steps = None
     _log.info(
         "gradient_accumulation_steps=%s of the optimizer is taken as accumulate_steps=%s of a copy of it: a step takes "

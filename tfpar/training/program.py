@@ -316,7 +316,8 @@ class Program:
           ConfigError: Nothing is left to train.
         """
         if self.original is not None:
-            self.original.take_over_flags()
+            self.original.take_over()
+        optimizers.take_over_rate(self.share.optimizers if self.share else [self.optimizer])
         known = self.share.variables if self.share else keras_internals.trainable_variables(self.optimizer)
         if [*map(id, self.model.trainable_variables)] == [*map(id, known)]:
             return self

@@ -6,10 +6,11 @@ import tfpar
 from tests.training.harness import strategy_of
 from tests.training.model import keras_steps
 from tfpar import inputs
-from tfpar.config import ConfigError
+from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.loops.hooks import Hook
-from tfpar.training.model.building import build_model
+from tfpar.training.model.building import Original, build_model
+from tfpar.training.optimizer_spec import OptimizerSpec
 
 import keras
 import numpy as np
@@ -133,6 +134,95 @@ def test_a_run_that_does_not_finish_leaves_its_weights_too(error):
         made.fit(source(), steps=4, hooks=[Hook(1, stop)])
     assert not same(given.get_weights(), start)
     assert same(given.get_weights(), made.model.get_weights())
+
+
+# What is done to the given model and optimizer
+
+
+def original_of(given: keras.Model) -> Original:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        return build_model(given, strategy)[1]
+
+
+def first_values(variables):
+    return [tf.constant(variable.numpy()) for variable in variables]
+
+
+def test_weights_that_are_assigned_to_the_given_model_are_taken_over():
+    given = model()
+    original = original_of(given)
+    with original.written_back(first_values):
+        original.copy.set_weights([value + 1 for value in given.get_weights()])
+    start = given.get_weights()
+    original.copy.get_layer("first").kernel.assign(np.zeros((4, 3)))
+    original.take_over()
+    assert not original.copy.get_layer("first").kernel.numpy().any()  # nothing was assigned to the given model
+    given.get_layer("last").set_weights([np.full((3, 1), np.nan), np.ones(1)])
+    original.take_over()
+    assert np.isnan(original.copy.get_layer("last").kernel.numpy()).all()
+    assert not original.copy.get_layer("first").kernel.numpy().any()
+    given.get_layer("first").kernel.value.assign_add(np.ones((4, 3)))
+    original.take_over()
+    np.testing.assert_array_equal(original.copy.get_layer("first").kernel, start[0] + 1)
+
+
+def trained(made: keras.Model) -> list[str]:
+    return ["/".join(variable.path.split("/")[-2:]) for variable in made.trainable_variables]
+
+
+def test_single_frozen_weights_are_frozen_in_the_copy():
+    given = model()
+    given.get_layer("first").kernel.trainable = False
+    original = original_of(given)
+    assert trained(original.copy) == trained(given) == ["first/bias", "last/kernel", "last/bias"]
+    given.get_layer("first").kernel.trainable = True
+    given.get_layer("last").bias.trainable = False
+    original.take_over()
+    assert trained(original.copy) == trained(given) == ["first/kernel", "first/bias", "last/kernel"]
+
+
+def test_before_each_call_weights_and_rate_are_those_of_the_given_objects():
+    given, optimizer = model(), keras.optimizers.SGD(0.1)
+    made = trainer(given, 2, optimizer, exchange="none")
+    given.get_layer("last").set_weights([np.zeros((3, 1)), np.ones(1)])
+    optimizer.learning_rate = 0.25
+    made._refresh()
+    assert same(made.model.get_weights(), given.get_weights())
+    assert float(made.optimizer.learning_rate.numpy()) == 0.25
+    made.optimizer.learning_rate = 0.125  # as a callback does
+    made._refresh()
+    assert float(made.optimizer.learning_rate.numpy()) == 0.125
+    given.get_layer("first").trainable = False
+    made._refresh()  # makes another optimizer
+    optimizer.learning_rate = 0.5
+    made._refresh()
+    assert float(made.optimizer.learning_rate.numpy()) == 0.5
+
+
+def built_for(given: keras.Model, others: list | None = None) -> keras.optimizers.Optimizer:
+    """A copy, for the copy of a model, of an optimizer that has state for some weights."""
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9)
+    optimizer.build(given.trainable_variables if others is None else others)
+    for number, variable in enumerate(optimizer.variables):
+        variable.assign(np.full(variable.shape, number + 3))
+    strategy = strategy_of(2)
+    with strategy.scope():
+        copy, _ = build_model(given, strategy)
+        return OptimizerSpec.of(optimizer, {}).build(ExperimentConfig(), copy.trainable_variables)
+
+
+def test_the_state_of_an_optimizer_that_has_made_steps_is_taken_over():
+    copy = built_for(model())
+    assert int(copy.iterations.numpy()) == 3
+    assert [variable.numpy().flat[0] for variable in copy.variables] == [3, 4, 5, 6, 7]
+    assert float(copy.learning_rate) == pytest.approx(0.1 * 0.5**3)
+
+
+def test_state_for_other_weights_is_not_taken_over_and_said_to_be_lost(messages):
+    copy = built_for(model(), model().trainable_variables)
+    assert int(copy.iterations.numpy()) == 0
+    assert any("begins anew, without the state of its 3 steps" in message for message in messages)
 
 
 # Freezing between two calls of fit

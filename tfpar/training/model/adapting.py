@@ -64,7 +64,7 @@ def adapt_model(
         raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}{end}")
     if original is not None:
         adapt_model(original.model, options)
-        original.note_flags()
+        original.note()
     if announced:
         _log.info("%s", _description(model, options, adapted))
 

@@ -12,8 +12,10 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.optim.keras_calls import copy_vocabulary, finalize_states
 from tfpar.optim.keras_internals import all_layers
+from tfpar.parallel.split import assign_whole
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _RUNTIME_ERRORS = (
@@ -25,6 +27,13 @@ _RUNTIME_ERRORS = (
 )
 
 _log = logging.getLogger(__name__)
+
+_GIVEN = "tfpar_given"
+
+
+def given_for(variable: keras.Variable) -> keras.Variable | None:
+    """The variable of the user's model that a variable of its copy stands for; None for any other variable."""
+    return vars(variable).get(_GIVEN)
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,22 +48,39 @@ class Original:
     model: keras.Model
     copy: keras.Model
     _flags: list[bool] = dataclasses.field(default_factory=list)
+    _values: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.note_flags()
+        self.note()
 
-    def note_flags(self) -> None:
-        """Records which layers are frozen now; they are the same in both models."""
+    def note(self) -> None:
+        """Records what is frozen now, and the values of the weights; they are the same in both models."""
         self._flags = _trainable_flags(self.model)
+        self._note_values()
+        for variable, counterpart in zip(self.model.weights, _counterparts(self.model, self.copy), strict=True):
+            vars(counterpart)[_GIVEN] = variable
 
-    def take_over_flags(self) -> None:
-        """Repeats on the copy the freezing and unfreezing that the user has since done on the original model."""
+    def _note_values(self) -> None:
+        # A tensor that was read shares the memory of its variable until another value is assigned.
+        self._values = [tf.convert_to_tensor(variable.value) for variable in self.model.weights]
+
+    def take_over(self) -> None:
+        """Repeats on the copy what the user has since done to the original model: freezing, and assigning weights."""
         flags = _trainable_flags(self.model)
-        layers = zip(all_layers(self.copy), self._flags, flags, strict=True)
-        for layer, before, now in layers:  # outer layers first: setting one also sets those inside it
-            if now is not before:
+        counterparts = _counterparts(self.model, self.copy)
+        each: list[Any] = [*all_layers(self.copy), *counterparts]
+        for layer, before, now in zip(each, self._flags, flags, strict=True):
+            if now is not before:  # outer layers first: setting one also sets those inside it, and its weights
                 layer.trainable = now
         self._flags = flags
+        earlier, taken = self._values, False
+        self._note_values()
+        for counterpart, old, new in zip(counterparts, earlier, self._values, strict=True):
+            if not _is_same(old, new):
+                assign_whole(counterpart, new.numpy())
+                taken = True
+        if taken:
+            finalize_states(self.copy)
 
     @contextlib.contextmanager
     def written_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> Iterator[None]:
@@ -79,6 +105,7 @@ class Original:
         for variable, value in zip(self.model.weights, read(_counterparts(self.model, self.copy)), strict=True):
             variable.assign(value)
         finalize_states(self.model)
+        self._note_values()
 
 
 def build_model(
@@ -184,6 +211,7 @@ def _copied(model: keras.Model) -> keras.Model:
         copy = type(model).from_config(model.get_config())
         for variable, value in zip(_counterparts(model, copy), model.get_weights(), strict=True):
             variable.assign(value)
+        _freeze_like(model, copy)
         finalize_states(copy)
         for layer, other in zip(all_layers(model), all_layers(copy), strict=True):
             copy_vocabulary(layer, other)
@@ -219,4 +247,23 @@ def _names(layer: keras.layers.Layer) -> list[str]:
 
 
 def _trainable_flags(model: keras.Model) -> list[bool]:
-    return [bool(layer.trainable) for layer in all_layers(model)]
+    return [bool(each.trainable) for each in (*all_layers(model), *model.weights)]
+
+
+def _freeze_like(model: keras.Model, copy: keras.Model) -> None:
+    """Freezes single weights of the copy; a configuration has only the flags of layers."""
+    for variable, counterpart in zip(model.weights, _counterparts(model, copy), strict=True):
+        if counterpart.trainable != variable.trainable:
+            counterpart.trainable = variable.trainable
+
+
+def _is_same(old: tf.Tensor, new: tf.Tensor) -> bool:
+    """Whether two tensors on one device have the same elements, also those that are not a number."""
+    if "CPU" in new.device and old.shape == new.shape:
+        one, other = np.asarray(old), np.asarray(new)  # views of the tensors
+        return one.ctypes.data == other.ctypes.data or np.array_equal(_bytes(one), _bytes(other))
+    return bool(tf.reduce_all((old == new) | ((old != old) & (new != new))))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

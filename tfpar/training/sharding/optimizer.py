@@ -116,6 +116,7 @@ class OwnShare:
         share = cls(config, topology, variables, spec, assigned, strategy.extended.worker_devices, divided)
         if told:
             _log.info("%s", share.describe())
+            spec.tell_of_lost_state(f"--shard={config.train.shard} divides the state from the beginning")
         return share
 
     @property
@@ -127,6 +128,11 @@ class OwnShare:
     def optimizer(self) -> keras.optimizers.Optimizer:
         """The optimizer of the first device; all have its learning rate and its count of iterations."""
         return self.places[0].replicas[0].optimizer
+
+    @property
+    def optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers of all devices of this worker."""
+        return [replica.optimizer for replica in self.replicas]
 
     def scattered(self, program: int) -> list[PlaceShare | None]:
         """The place of each tensor that a replica sums over micro-batches if gradients go to their owners as they are
