@@ -7,10 +7,11 @@ import pathlib
 import zipfile
 
 from tests.training.harness import strategy_of
-from tfpar.checkpoint import run_state
+from tfpar.checkpoint import names, run_state
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.checkpoint.model_files import examples_of_run
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.monitor import summary
 
 import keras
 import numpy as np
@@ -162,6 +163,45 @@ def test_warm_start_normalises_by_the_statistics_it_took(tmp_path):
     run_state.warm_start(target, str(tmp_path), print)
     wanted = (np.ones((1, 2)) - target.get_layer("norm").adapt_mean.numpy()) / [2.0, 3.0]
     np.testing.assert_allclose(target(np.ones((1, 2), np.float32)), wanted, rtol=1e-6)
+
+
+def twins(seed: int, sizes: tuple[int, int] = (4, 4)) -> keras.Model:
+    """Two functional models whose layers have the same names, and so the same paths."""
+    made = []
+    for size, name in zip(sizes, ("left", "right"), strict=True):
+        one = keras.Input((size,))
+        made.append((one, keras.Model(one, keras.layers.Dense(4, name="fc")(one), name=name)))
+    inputs = [keras.Input(one.shape[1:]) for one, _ in made]
+    outputs = [tower(each) for (_, tower), each in zip(made, inputs, strict=True)]
+    return filled(keras.Model(inputs, keras.layers.add(outputs)), seed)
+
+
+@pytest.mark.parametrize("kind", ["workdir", "model.keras"])
+def test_warm_start_takes_all_weights_of_layers_with_equal_paths(tmp_path, kind):
+    source, target, said = twins(1), twins(2), []
+    if kind == "workdir":
+        save_run(tmp_path, source, steps=(0,))
+    else:
+        source.save(tmp_path / kind)
+    run_state.warm_start(target, str(tmp_path if kind == "workdir" else tmp_path / kind), said.append)
+    assert same(target.get_weights(), source.get_weights())
+    assert said[0].endswith(": 4 of 4 weights taken")
+
+
+def test_saved_names_are_matched_whatever_else_was_named():
+    saved = ["m/fc", "m/fc#11", "m/fc#3", "m/head"]
+    assert names.saved_names(["m/fc", "m/fc#1", "m/fc#2", "m/new"], saved) == {
+        "m/fc": "m/fc",
+        "m/fc#1": "m/fc#3",
+        "m/fc#2": "m/fc#11",
+    }
+
+
+def test_each_of_several_weights_with_one_path_has_a_digest():
+    weights = twins(1).weights
+    (digests,) = summary.weight_digests(strategy_of(1), weights)
+    assert list(digests) == ["fc/kernel", "fc/bias", "fc/kernel#2", "fc/bias#3"]
+    assert len(set(digests.values())) == 4
 
 
 def test_warm_start_from_a_workdir_without_a_best_takes_the_newest(tmp_path):

@@ -198,3 +198,28 @@ def test_pure_apply_refuses_what_does_not_fit():
 def test_check_refuses_with_a_way_out(optimizer, way_out):
     with pytest.raises(ConfigError, match=way_out):
         optimizers.check_optimizer(optimizer())
+
+
+# A copy for other weights
+
+
+@pytest.mark.parametrize(
+    ("make", "slots"), [(keras.optimizers.Adam, [4, 5]), (lambda: keras.optimizers.SGD(momentum=0.9), [3])]
+)
+def test_each_weight_keeps_its_own_state_where_paths_repeat(make, slots):
+    left, right = (keras.Variable(np.zeros(3), name="kernel") for _ in range(2))
+    optimizer = make()
+    optimizer.build([left, right])
+    for number, variable in enumerate(optimizer.variables):
+        variable.assign(np.full(variable.shape, number))
+    copy = optimizers.recreate_for(optimizer, [right])
+    assert [variable.numpy().flat[0] for variable in copy.variables] == [0, 1, *slots]
+
+
+def test_averages_that_were_kept_go_on_and_others_begin_at_the_weights():
+    left, right = (keras.Variable(np.ones(3), name="kernel") for _ in range(2))
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    optimizer.build([right])
+    optimizers.ema_variables(optimizer)[0].assign(np.full(3, 7.0))
+    copy = optimizers.recreate_for(optimizer, [left, right])
+    assert [average.numpy()[0] for average in optimizers.ema_variables(copy)] == [1.0, 7.0]

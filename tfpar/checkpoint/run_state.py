@@ -14,6 +14,7 @@ from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
+from tfpar.checkpoint.names import by_occurrence, names_of, saved_names
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls, keras_rates
 from tfpar.parallel.division import Shards, Split
@@ -37,11 +38,7 @@ import numpy as np
 
 def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.Variable]:
     """Variables by `prefix/path`; a repeated path gets its position appended."""
-    result: dict[str, keras.Variable] = {}
-    for position, variable in enumerate(variables):
-        name = f"{prefix}/{variable.path}"
-        result[name if name not in result else f"{name}#{position}"] = variable
-    return result
+    return {f"{prefix}/{name}": variable for name, variable in zip(names_of(variables), variables, strict=True)}
 
 
 def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
@@ -138,7 +135,7 @@ def _saved_names(
     """The saved names of those variables that were saved."""
     if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
         return dict(zip(variables, order, strict=True))
-    return {name: name for name in variables if name in arrays}
+    return saved_names(variables, arrays)
 
 
 def _shape_in(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, ...]:
@@ -292,9 +289,9 @@ def _no_weights(source: str) -> ConfigError:
 def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
     """Copies the matching weights from another run, a checkpoint directory or a `.keras` file.
 
-    Weights are matched by path; by position if paths differ only in Keras' counts (`dense_1` for `dense`); if no path
-    matches, by path without the model's name (`sequential_1/...`), or else by position. A weight of another shape, such
-    as a head for other classes, keeps its initial value and is named.
+    Weights are matched by path, in order where a path repeats; by position if paths differ only in Keras' counts
+    (`dense_1` for `dense`); if no path matches, by path without the model's name (`sequential_1/...`), or else by
+    position. A weight of another shape, such as a head for other classes, keeps its initial value and is named.
 
     Args:
       model: A built model.
@@ -305,7 +302,7 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
       ConfigError: There are no weights, or none fits.
     """
     saved = values = _weights_of(source, say)
-    own = {variable.path: variable for variable in model.weights}
+    own = by_occurrence(dict(zip(names_of(model.weights), model.weights, strict=True)))
     adapters = [path for path in values if "/lora_" in path and path not in own]
     if adapters:
         raise ConfigError(
@@ -345,7 +342,9 @@ def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray
     path = pathlib.Path(source)
     if path.is_file() and path.suffix == ".keras":
         loaded = load_model(source, flag="--warm_start")
-        return {variable.path: variable.numpy() for variable in loaded.weights}
+        return by_occurrence(
+            {name: each.numpy() for name, each in zip(names_of(loaded.weights), loaded.weights, strict=True)}
+        )
     try:
         checkpoint = checkpointer.read(path) if checkpointer.is_checkpoint(path) else checkpointer.find(path, warn=say)
     except (OSError, ValueError) as error:
@@ -353,7 +352,9 @@ def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray
     if checkpoint is None:
         raise _no_weights(source)
     order = [name for name in checkpoint.run.get("variables", ()) if name in checkpoint.arrays] or checkpoint.arrays
-    return {name.removeprefix("model/"): checkpoint.arrays[name] for name in order if name.startswith("model/")}
+    return by_occurrence(
+        {name.removeprefix("model/"): checkpoint.arrays[name] for name in order if name.startswith("model/")}
+    )
 
 
 def params_sha256(variables: Sequence[Any]) -> str:

@@ -18,6 +18,7 @@ from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.export import export_model
+from tfpar.checkpoint.names import names_of
 from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
@@ -46,14 +47,18 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
 
 
 def weight_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[dict[str, str]]:
-    """SHA-256 of each weight by its path, for every replica of this process, as in `replica_digests`.
+    """SHA-256 of each weight by its name in a checkpoint, for every replica of this process, as in `replica_digests`.
 
     Args:
       strategy: The strategy that the weights were created under.
       weights: The trainable weights.
     """
+    names = names_of(weights)
     return [
-        {weight.path: run_state.sha256_of_blocks([(weight.path, whole_blocks(weight, copy))]) for weight in weights}
+        {
+            name: run_state.sha256_of_blocks([(name, whole_blocks(weight, copy))])
+            for name, weight in zip(names, weights, strict=True)
+        }
         for copy in range(_copies(strategy, weights))
     ]
 

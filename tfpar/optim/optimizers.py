@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, OptimizerConfig, unknown_name
@@ -269,16 +269,34 @@ def recreate_for(
         build(copy, variables)
     else:
         copy.build(variables)
-    # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
-    known = {variable.path: variable for variable in optimizer.variables}
+    slots = {key: variable for variable, key in _slots_of(optimizer)}
+    new_keys = {id(variable): key for variable, key in _slots_of(copy)}
+    # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to; paths may repeat.
+    paths = [variable.path for variable in optimizer.variables]
+    others = {variable.path: variable for variable in optimizer.variables if paths.count(variable.path) == 1}
+    taken = set()
     for variable in copy.variables:
-        old = known.get(variable.path)
+        key = new_keys.get(id(variable))
+        old = others.get(variable.path) if key is None else slots.get(key)
         if old is not None and old.shape == variable.shape:
             variable.assign(old.value)
+            taken.add(id(variable))
     for weight, average in zip(variables, ema_variables(copy) or [], strict=False):
-        if average is not None and average.path not in known:  # this is not a first step, which would start the average
+        if average is not None and id(average) not in taken:  # not a first step, which would start the average
             average.assign(weight.value)
     return copy
+
+
+def _slots_of(optimizer: keras.optimizers.Optimizer) -> Iterator[tuple[keras.Variable, tuple[str, int]]]:
+    """The variables of a built optimizer that it has in lists with one for each weight, with the names of these lists
+    and the identities of the weights."""
+    weights = keras_internals.trainable_variables(optimizer)
+    own = [*map(id, optimizer.variables)]
+    for name, value in vars(optimizer).items():
+        if isinstance(value, list) and len(value) == len(weights) and [*map(id, value)] != own:
+            yield from (
+                (slot, (name, id(weight))) for slot, weight in zip(value, weights, strict=True) if id(slot) in own
+            )
 
 
 def ema_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable | None] | None:

@@ -8,6 +8,7 @@ from typing import Any
 import tfpar
 from tests.integration.scripts import divided, divided_models
 from tests.training.trainers import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
+from tfpar.training.sharding import OwnShare, whole_arrays
 
 import keras
 import numpy as np
@@ -77,3 +78,40 @@ def test_weights_of_another_shape_are_refused():
         trainer.model.set_weights(listed[1:])
     with pytest.raises(ValueError, match=r"first/kernel has shape \(12, 64\), but got \(12, 32\)"):
         trainer.model.set_weights([listed[0][:, :32], *listed[1:]])
+
+
+# Weights that have the same path
+
+
+def towers() -> keras.Model:
+    """Functional models whose layers have the same names, and so the same paths."""
+    inputs, outputs = [], []
+    for name in ("left", "middle", "right"):
+        one = keras.Input((40,))
+        tower = keras.Model(one, keras.layers.Dense(40, name="fc")(one), name=name)
+        inputs.append(keras.Input((40,)))
+        outputs.append(tower(inputs[-1]))
+    return keras.Model(inputs, keras.layers.add(outputs))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_shares_of_weights_with_one_path_are_told_apart(optimizer):
+    """Lamb has whole tensors in a share, of which one replica may own several."""
+
+    def share(replicas: int) -> OwnShare:
+        options = {"shard": "optimizer", "global_batch_size": 12, "jit_compile": False}
+        made = tfpar.Trainer(towers, optimizer, "mse", strategy="mirrored", devices=replicas, **options)
+        return made.program.share
+
+    source, target = share(2), share(3)
+    for replica in source.replicas:
+        for _, piece, slot in replica.slots():
+            slot.assign(np.full(slot.shape, piece.index + 1.0))
+    whole = whole_arrays([source.export()], [variable.shape for variable in source.variables])
+    assert {index for _, index in whole} == {0, 2, 4}
+    assert all((array == index + 1.0).all() for (_, index), array in whole.items())
+    slots = {(name.rpartition("/")[2], index): array for (name, index), array in whole.items()}  # without `adam_1`
+    target.restore(lambda name, index: slots[name.rpartition("/")[2], index])
+    seen = [(piece.index, slot.numpy()) for replica in target.replicas for _, piece, slot in replica.slots()]
+    assert len(seen) >= 6
+    assert all((value == index + 1.0).all() for index, value in seen)

@@ -204,7 +204,7 @@ class OwnShare:
 
     def restore(
         self,
-        read: Callable[[str], np.ndarray | None] = lambda name: None,
+        read: Callable[[str, int], np.ndarray | None] = lambda name, index: None,
         *,
         own: Mapping[str, np.ndarray] | None = None,
         exact: Mapping[int, np.ndarray] | None = None,
@@ -212,7 +212,7 @@ class OwnShare:
         """Restores the state of the pieces; call it after the model's weights have been restored.
 
         Args:
-          read: Returns the state of a whole weight by its name; None if there is none.
+          read: Returns the state of a whole weight by its name and the index of the weight; None if there is none.
           own: The export of a worker of the same rank, if it had the same share; then nothing else is read.
           exact: The owners' exact weights by index, if they differ from the model's.
 
@@ -231,7 +231,7 @@ class OwnShare:
             if own is not None:
                 variable.assign(own[place.parts[piece.index].key(piece.begin, name)])
             elif name != WEIGHTS:
-                value = place.of_whole(read(name), piece, variable, fill)
+                value = place.of_whole(read(name, place.parts[piece.index].index), piece, variable, fill)
                 if value is None:
                     wrong.append(name)
                 else:

@@ -145,7 +145,7 @@ class PlaceShare:
             for scope in scopes:  # the paths determine which weights are decayed
                 stack.enter_context(keras.name_scope(scope, deduplicate=False))
             value = tf.constant(_elements(self._current(piece.index), piece, shape))
-            return keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}")
+            return keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}of{piece.index}")
 
     def _current(self, index: int) -> np.ndarray:
         return copies_of(self.variables[index])[self.program].numpy()

@@ -12,7 +12,7 @@ from tfpar.optim.optimizers import build_for_some
 import keras
 import tensorflow as tf
 
-_MARK = re.compile(r"\.at(\d+)")  # in the name of a piece: its first element
+_MARK = re.compile(r"\.at\d+of\d+")  # in the name of a piece: its first element, and the index of its weight
 
 
 class ReplicaShare:

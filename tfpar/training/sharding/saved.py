@@ -60,8 +60,12 @@ class Part:
         return whole if self.split is None else self.split.filled(fill).part(whole, self.rank)
 
 
-def whole_arrays(exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """State of whole weights by name, assembled from the exports of all workers; exact weights under `shard/INDEX`.
+def whole_arrays(
+    exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[Sequence[int]]
+) -> dict[tuple[str, int], np.ndarray]:
+    """State of whole weights by name and index of the weight, assembled from the exports of all workers.
+
+    The paths of weights, and so the names of their state, may repeat; indices do not.
 
     Args:
       exports: The export of each worker.
@@ -74,10 +78,7 @@ def whole_arrays(exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[S
                 text, begin, name = key.removeprefix(_PREFIX).split("/", 2)
                 part = Part.named(text)
                 pieces.setdefault((name, part.index), {}).setdefault(part, {})[int(begin)] = array
-    return {
-        name if name != WEIGHTS else f"{_PREFIX}{index}": _whole(found, shapes[index])
-        for (name, index), found in pieces.items()
-    }
+    return {(name, index): _whole(found, shapes[index]) for (name, index), found in pieces.items()}
 
 
 def _whole(pieces: Mapping[Part, Mapping[int, np.ndarray]], shape: Sequence[int]) -> np.ndarray:
@@ -93,6 +94,6 @@ def is_share(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def take_exact_weights(arrays: dict[str, np.ndarray]) -> dict[int, np.ndarray]:
+def take_exact_weights(arrays: dict[tuple[str, int], np.ndarray]) -> dict[int, np.ndarray]:
     """Removes the owners' exact weights from the result of `whole_arrays`, and returns them by index."""
-    return {int(name.removeprefix(_PREFIX)): arrays.pop(name) for name in list(arrays) if is_share(name)}
+    return {index: arrays.pop((name, index)) for name, index in list(arrays) if name == WEIGHTS}

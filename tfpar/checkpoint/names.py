@@ -1,0 +1,47 @@
+"""The names of variables in a checkpoint: their paths, which may repeat in a model of several functional models."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+V = TypeVar("V")
+_POSITION = re.compile(r"#(\d+)$")  # of a name whose path repeats
+
+
+def names_of(variables: Sequence[Any]) -> list[str]:
+    """The paths of variables; a repeated path gets its position appended."""
+    names: dict[str, None] = {}
+    for position, variable in enumerate(variables):
+        names[variable.path if variable.path not in names else f"{variable.path}#{position}"] = None
+    return list(names)
+
+
+def occurrences(names: Iterable[str]) -> dict[tuple[str, int], str]:
+    """Names from `named` by path and occurrence, from 0 on: positions depend on what else was named."""
+    found: dict[tuple[str, int], str] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for name in sorted(names, key=_position):
+        path = _POSITION.sub("", name)
+        found[path, counts[path]] = name
+        counts[path] += 1
+    return found
+
+
+def _position(name: str) -> int:
+    found = _POSITION.search(name)
+    return int(found[1]) if found else -1
+
+
+def saved_names(variables: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
+    """The saved name of each variable that was saved, by its own name."""
+    known = occurrences(saved)
+    return {name: known[key] for key, name in occurrences(variables).items() if key in known}
+
+
+def by_occurrence(values: Mapping[str, V]) -> dict[str, V]:
+    """Values by path; a repeated path gets the number of its occurrences before appended, and no position."""
+    keys = {name: key for key, name in occurrences(values).items()}
+    return {f"{keys[name][0]}#{keys[name][1]}".removesuffix("#0"): value for name, value in values.items()}
