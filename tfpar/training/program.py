@@ -194,11 +194,8 @@ class Program:
     @functools.cached_property
     def xla_disabled_reason(self) -> str:
         """Why `--jit_compile=auto` compiles no passes for this model and topology; empty if it does."""
-        if obstacle := self._xla_obstacle():
-            return obstacle
-        if self._slower_with_xla():
-            return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
-        return ""
+        slower = "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
+        return self._xla_obstacle() or (slower if self._slower_with_xla() else "")
 
     def _slower_with_xla(self) -> bool:
         # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
