@@ -218,9 +218,14 @@ def test_an_exchange_has_sums_beside_gradients():
     assert sizes == [32 * MB, 16 * MB]
     assert predict_plan(question(on(1, 2, shares_memory=True)), plan(data=2)).memory.exchange == 32 * MB
     assert predict_plan(question(), plan()).memory.exchange == 0
-    # Sharded gradients leave for other workers during the backward pass.
+    # Sharded gradients leave for other workers during the backward pass, of stages beside activations.
     memory = predict_plan(question(on(1, 2, shares_memory=True)), plan(data=2, shard="gradients")).memory
-    assert memory.size == memory.lasting + memory.gradients + memory.activations + memory.exchange
+    assert memory.size == memory.lasting + memory.activations > memory.lasting + memory.gradients + memory.exchange
+    stages = plan(data=2, pipeline=2, shard="gradients", micro_batches=2)
+    memory = predict_plan(question(on(1, 4, shares_memory=True)), stages).memory
+    assert memory.size == memory.lasting + sum(
+        (memory.gradients, memory.accumulated, memory.activations, memory.exchange)
+    )
 
 
 def test_gradients_take_the_place_of_activations_without_xla():

@@ -10,7 +10,7 @@ that one of three phases needs:
   by tensor. Op by op, gradients take the place of activations. A stage has the gradients of a micro-batch beside the
   sums.
 - Exchange: gradients, and their sums or the buffers in which they are put together. Sharded gradients over workers
-  leave while the backward pass goes on.
+  leave while the backward pass goes on: both take the place of activations, or are beside those of a stage.
 - Update: gradients, and the weights before a step whose change is reported, from which its norm is computed, or all
   new weights if they come from the owners of shards. As an XLA program it changes variables in place. Op by op, new
   values of a group of weights and of their state exist beside the old ones (`pure_apply`), and an intermediate result:

@@ -103,7 +103,7 @@ class Memory:
       one_program: Whether passes and update are one XLA program, whose buffers all exist at once. Otherwise activations
         are freed before the update.
       in_turn: Whether gradients take the place of activations: in passes op by op.
-      exchanges_early: Whether gradients are exchanged while there are activations.
+      exchanges_early: Whether gradients are exchanged while there are activations, unless they take their place.
     """
 
     weights: int
@@ -145,7 +145,7 @@ class Memory:
         if self.one_program:
             return [{**passes, "update": self.update}]
         update = {"gradients": self.summed, "update": self.update}
-        if self.exchanges_early:
+        if self.exchanges_early and not self.in_turn:
             return [{**passes, "exchange": self.exchange}, update]
         exchange = {"gradients": self.gradients, "accumulated": self.accumulated, "exchange": self.exchange}
         if not self.in_turn:
