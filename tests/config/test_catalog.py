@@ -53,8 +53,8 @@ def test_nothing_comes_with_tfpar_that_the_catalog_does_not_have():
         ("train image --dataset=digit", "--dataset='digit' is not known"),
         ("train image --schedule=cosin", "--schedule='cosin' is not known"),
         ("evaluate", "--model_file is missing"),
-        ("evaluate --model_file=nowhere.keras", "--model_file=nowhere.keras is not a .keras file"),
-        ("export --model_file=nowhere.keras --output=nowhere", "--model_file=nowhere.keras is not a .keras file"),
+        ("evaluate --model_file=nowhere.keras", "--model_file=nowhere.keras does not exist"),
+        ("export --model_file=nowhere.keras --output=nowhere", "--model_file=nowhere.keras does not exist"),
     ],
 )
 def test_a_wrong_name_is_refused_without_tensorflow(command, message):

@@ -38,7 +38,7 @@ def test_classes_come_two_at_a_time():
     assert (first.classes, second.classes) == ((0, 1), (2, 3))
     np.testing.assert_array_equal(LABELS[second.indices] // 2, 1)
     np.testing.assert_array_equal(second.validation, [2, 3, 6, 7])
-    with pytest.raises(ConfigError, match=r"--tasks=by_class:4 divides .* into these tasks.*classes 0-3: 24 and 8"):
+    with pytest.raises(ConfigError, match=r"--tasks=by_class:4 divides .* into 1 tasks.*classes 0-3: 24 and 8"):
         split(IncrementalConfig(tasks="by_class:4"))
 
 

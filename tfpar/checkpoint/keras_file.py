@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 
 from tfpar.config import ConfigError
@@ -23,4 +24,5 @@ def check_model_file(path: str, *, flag: str = "--model_file") -> None:
     except (OSError, zipfile.BadZipFile):
         complete = False
     if not complete:
-        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+        what = "is not a .keras file" if os.path.exists(path) else "does not exist"
+        raise ConfigError(f"{flag}={path} {what}. A finished run leaves a .keras file as WORKDIR/model.keras.")

@@ -14,6 +14,7 @@ from tfpar.config import ConfigError, IncrementalConfig
 from tfpar.inputs import structures
 from tfpar.inputs.memory import read_labels
 from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source
+from tfpar.process.listing import listed
 
 import numpy as np
 import tensorflow as tf
@@ -69,11 +70,12 @@ def split_tasks(
             held_out = _held_out(part, validation_fraction)
             tasks.append(Task(name, np.setdiff1d(part, held_out), held_out, (), own=True))
     if len(tasks) < 2 or not all(len(task.indices) and len(task.validation) for task in tasks):
-        counts = ", ".join(f"{task.name}: {len(task.indices)} and {len(task.validation)}" for task in tasks)
+        shown = [task for task in tasks if not (len(task.indices) and len(task.validation))] or tasks
+        counts = listed([f"{task.name}: {len(task.indices)} and {len(task.validation)}" for task in shown], 6)
         raise ConfigError(
-            f"--tasks={options.tasks} divides {train.info.name} into these tasks, with their numbers of training and "
-            f"validation examples: {counts}. There must be two tasks or more, and each needs examples. Choose another "
-            "number, or --validation_fraction."
+            f"--tasks={options.tasks} divides {train.info.name} into {len(tasks)} tasks, with these numbers of "
+            f"training and validation examples: {counts}. There must be two tasks or more, and each needs examples. "
+            "Choose another number, or --validation_fraction."
         )
     return [
         dataclasses.replace(task, classes=tuple(int(each) for each in np.unique(labels[task.indices])))

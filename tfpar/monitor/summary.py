@@ -290,6 +290,8 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
             f"with {federated['clients_trained']} clients" if federated else f"of {content['local_steps']} local steps"
         )
         rows.append(("rounds", f"{content['rounds']}, {what}"))
+        if federated and federated["epsilon"] is not None:
+            rows.append(("privacy", f"epsilon {federated['epsilon']:.4g} with delta {federated['delta']:.2g}"))
     saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
     if saved > 0:
         share = saved / exchange["dense_wire_bytes_per_step"]

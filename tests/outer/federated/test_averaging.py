@@ -217,6 +217,8 @@ def test_yogi_is_saved_and_loaded():
         ({"noise_multiplier": 1.0, "client_clip": 1.0, "averaging": "scaffold"}, r"--averaging=scaffold and --noise"),
         ({"noise_multiplier": 1.0, "client_clip": 1.0, "exchange": "topk:0.1"}, r"--exchange=topk:0.1 and --noise"),
         ({"server_optimizer": "lion"}, r"--server_optimizer=lion needs its learning rate"),
+        ({"server_adaptivity": 0.5}, r"--server_adaptivity=0\.5 .* has no effect on --server_optimizer=sgd"),
+        ({"prox": 1.0}, r"--prox=1 has no effect on --averaging=fedavg"),
         ({"epochs": 3.0}, r"--epochs: .* Give --rounds"),
         ({"averaging": "scaffold", "optimizer_args": "momentum=0,clipnorm=0.1"}, r"--averaging=scaffold .* plain SGD"),
         (

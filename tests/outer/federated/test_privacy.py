@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.outer.federated.test_averaging import examples, trainer_of
 from tfpar.config import ConfigError, FederatedConfig
+from tfpar.monitor.summary import closing_table
 from tfpar.outer.federated import privacy
 
 import dp_accounting
@@ -56,6 +57,7 @@ def test_noise_has_the_deviation_that_is_accounted_for():
     federated = summary["federated"]
     assert federated["delta"] == pytest.approx(9**-1.1)
     assert federated["epsilon"] == pytest.approx(privacy.epsilon(trainer.config.federated, 9, 1))
+    assert f"epsilon {federated['epsilon']:.4g} with delta 0.089" in closing_table(summary, "")
 
 
 def test_no_client_moves_the_server_by_more_than_the_clip():

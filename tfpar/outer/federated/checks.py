@@ -83,6 +83,11 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
         raise ConfigError(
             "--precision=mixed_float16 needs a loss scale, which clients do not keep. Use float32 or mixed_bfloat16."
         )
+    if options.prox != FederatedConfig().prox and options.averaging != "fedprox":
+        raise ConfigError(
+            f"--prox={options.prox:g} has no effect on --averaging={options.averaging}. Leave it out, or give "
+            "--averaging=fedprox."
+        )
     server.check_server_optimizer(options)
     encoding.parse(options.update_codec, stateful=options.stateful_clients)
     if options.averaging == "scaffold":

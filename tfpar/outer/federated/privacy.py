@@ -14,10 +14,14 @@ Drop-outs are drawn independently of the data. They are not counted as amplifica
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from tfpar.config import ConfigError, FederatedConfig
+
+from absl import logging
 
 INSTALL = "pip install 'tfpar[privacy]'"
 
@@ -77,5 +81,17 @@ def _epsilon(kind: str, per_round: int, clients: int, noise: float, delta: float
     else:
         accountant = rdp.RdpAccountant(neighboring_relation=relations.REPLACE_ONE)
         event = library.SampledWithoutReplacementDpEvent(clients, per_round, library.GaussianDpEvent(noise / 2.0))
-    accountant.compose(event, rounds)
-    return float(accountant.get_epsilon(delta))
+    with _without_warnings():
+        accountant.compose(event, rounds)
+        return float(accountant.get_epsilon(delta))
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Does not show which orders of the Renyi divergence the accountant leaves out: any other order gives a bound."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

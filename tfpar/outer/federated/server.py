@@ -25,6 +25,9 @@ _SECOND_MOMENT = 0.99  # beta_2 of Reddi et al. 2021, table 1 and appendix
 _NOISE = 0x401E  # separates these draws from others of a round
 
 
+_ADAPTIVE = ("adam", "yogi")  # those of Reddi et al. 2021 with second moments
+
+
 def check_server_optimizer(options: FederatedConfig) -> None:
     """Refuses an optimizer that does not exist or cannot work, without creating one.
 
@@ -45,6 +48,14 @@ def check_server_optimizer(options: FederatedConfig) -> None:
         raise ConfigError(
             f"--server_momentum={options.server_momentum}: {options.optimizer_of_server} has no momentum. Leave it out."
         )
+    if (
+        options.server_adaptivity != FederatedConfig().server_adaptivity
+        and options.optimizer_of_server not in _ADAPTIVE
+    ):
+        raise ConfigError(
+            f"--server_adaptivity={options.server_adaptivity:g} is for {' and '.join(_ADAPTIVE)}, and has no effect on "
+            f"--server_optimizer={options.optimizer_of_server}. Leave it out."
+        )
 
 
 def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
@@ -52,7 +63,7 @@ def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
     kind = SERVER_OPTIMIZERS[options.optimizer_of_server]
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {"momentum": options.momentum_of_server, "beta_1": options.momentum_of_server}
-    if options.optimizer_of_server in ("adam", "yogi"):
+    if options.optimizer_of_server in _ADAPTIVE:
         given |= {"beta_2": _SECOND_MOMENT, "epsilon": options.server_adaptivity}
     elif not options.momentum_of_server:
         given.pop("beta_1")  # Keras' own default
