@@ -111,6 +111,8 @@ def test_replay_adds_as_many_kept_examples(places, shards, tmp_path):
         ({"workdir": ""}, "--watch needs a --workdir"),
         ({"watch": "/nowhere"}, "--watch=/nowhere: no such directory"),
         ({"grow_head": True}, "--grow_head works with --tasks"),
+        ({"tasks": "by_class:1"}, "--tasks=by_class:1 has no effect, because --watch learns from the files"),
+        ({"watch": ""}, r"--watch_every=0\.05 has no effect, because --watch is not given"),
         ({"remainder": "drop"}, "--remainder=drop: with --watch, each example is learned exactly once"),
         ({"shard_by": "file"}, "--shard_by=file: the examples of a task or a delivery are not in the order of files"),
     ],

@@ -119,15 +119,21 @@ def test_layers_whose_weights_are_sharded_are_computed_again():
     """A layer's whole weights exist with their gradients and those of the layer behind it."""
     asked = question(on(2, fused=0.5))
     blocks, sharded, both = (
-        predict_plan(asked, plan(data=2, **options)).memory.activations
+        predict_plan(asked, plan(data=2, **options)).memory
         for options in (
             {"recompute": "blocks", "shard": "gradients"},
             {"shard": "weights"},
             {"recompute": "blocks", "shard": "weights"},
         )
     )
-    assert blocks == (8 * 1 + 10) * 8 * MB
-    assert sharded == both == blocks + 3 * 4 * MB
+    assert blocks.activations == (8 * 1 + 10) * 8 * MB
+    assert sharded.activations == both.activations == blocks.activations
+    assert (blocks.gathered, sharded.gathered, both.gathered) == (0, 12 * MB, 12 * MB)
+    assert sharded.size == sharded.lasting + sharded.activations + sharded.gathered
+    few = predict_plan(
+        dataclasses.replace(asked, batch=2, model=stack(2, weight=40 * MB)), plan(data=2, shard="weights")
+    )
+    assert few.memory.size == few.memory.lasting + few.memory.gradients + few.memory.gathered
     last = dataclasses.replace(stack(1).whole[0], kept_gathered=10 * MB, gathers=False)
     one = question(on(2), model=dataclasses.replace(stack(1), layers={1: (last,)}))
     assert predict_plan(one, plan(data=2, shard="weights")).memory.activations == 10 * 8 * MB

@@ -21,6 +21,16 @@ METHODS = {
 _KINDS = ("by_class", "by_file", "in_order")
 
 
+_OF_WATCHING = (
+    "watch_every",
+    "delivery_examples",
+    "delivery_seconds",
+    "idle_seconds",
+    "export_every",
+    "keep_exports",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IncrementalConfig(ConfigBase):
     """Tasks that are learned one after the other, and methods that keep the model from forgetting earlier ones."""
@@ -101,6 +111,10 @@ class IncrementalConfig(ConfigBase):
                         f"--{name}={getattr(self, name)} is an option of --method={method}, and --method={self.method} "
                         f"does not use it. Leave it out, or use --method={method}."
                     )
+        for name in ("tasks",) if self.watch else _OF_WATCHING:
+            if (value := getattr(self, name)) != defaults[name]:
+                instead = "learns from the files that arrive, instead of tasks" if self.watch else "is not given"
+                raise ConfigError(f"--{name}={value} has no effect, because --watch {instead}. Leave it out.")
         kind, _ = self.parts()
         if self.grow_head and kind != "by_class":
             raise ConfigError(f"--grow_head needs --tasks=by_class:N, not --tasks={self.tasks}. Leave it out.")

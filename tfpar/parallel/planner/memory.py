@@ -10,7 +10,8 @@ that one of three phases needs:
   by tensor. Op by op, gradients take the place of activations. A stage has the gradients of a micro-batch beside the
   sums.
 - Exchange: gradients, and their sums or the buffers in which they are put together. Sharded gradients over workers
-  leave while the backward pass goes on: both take the place of activations, or are beside those of a stage.
+  leave while the backward pass goes on: both take the place of activations, or are beside those of a stage. Of sharded
+  weights, those of a layer are whole while it runs, and so are gradients until they have left.
 - Update: gradients, and the weights before a step whose change is reported, from which its norm is computed, or all
   new weights if they come from the owners of shards. As an XLA program it changes variables in place. Op by op, new
   values of a group of weights and of their state exist beside the old ones (`pure_apply`), and an intermediate result:
@@ -87,6 +88,7 @@ def memory_of(
             Memory(
                 **lasting,
                 activations=_activations(replica, device, plan, examples, schedule, way, fused),
+                gathered=_gathered(replica, device, plan),
                 exchange=_exchange(weights, plan, where),
                 update=update // (replica.devices if together else 1),
                 inputs=inputs,
@@ -222,8 +224,7 @@ def _largest_group(sizes: Sequence[int]) -> int:
 def _activations(
     replica: Replica, device: int, plan: Plan, examples: int, schedule: str, way: str, fused: float
 ) -> int:
-    """Returns the bytes that a device keeps for backward passes, of which `fused` is the fraction that XLA keeps, and
-    what it gathers for them."""
+    """Returns the bytes that a device keeps for backward passes, of which `fused` is the fraction that XLA keeps."""
     kept = whole = largest = one = 0.0
     for number, stage in enumerate(replica.stages):
         if number % replica.devices != device:
@@ -237,4 +238,4 @@ def _activations(
     found = fused * min(kept + largest * examples, whole)
     if way == STAGES:
         found += (1 - fused) * one
-    return int(found) + _gathered(replica, device, plan)
+    return int(found)

@@ -96,7 +96,8 @@ class Memory:
       summed: Gradients that are left for the update.
       state: The optimizer's state, and the owner's exact copy of the weights in its shard.
       residuals: Residuals of a lossy exchange.
-      activations: Activations that the backward pass reads, and whole weights that it gathers.
+      activations: Activations that the backward pass reads.
+      gathered: Whole weights that layers gather while they run, and whole gradients that leave for owners of shards.
       exchange: What the exchange of gradients needs beside them.
       update: What the optimizer's update needs in addition.
       inputs: Batches that are prepared, and what the source of the examples keeps.
@@ -113,6 +114,7 @@ class Memory:
     state: int = 0
     residuals: int = 0
     activations: int = 0
+    gathered: int = 0
     exchange: int = 0
     update: int = 0
     inputs: int = 0
@@ -133,7 +135,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """The parts of the peak by name; zero for those that do not exist then."""
-        nothing = dict.fromkeys(("gradients", "accumulated", "activations", "exchange", "update"), 0)
+        nothing = dict.fromkeys(("gradients", "accumulated", "activations", "gathered", "exchange", "update"), 0)
         phases: list[dict[str, int]] = [{**nothing, **phase} for phase in self._phases()]
         lasting = {name: getattr(self, name) for name in ("weights", "state", "residuals", "inputs")}
         largest = max(phases, key=lambda phase: sum(phase.values()))
@@ -141,13 +143,14 @@ class Memory:
 
     def _phases(self) -> list[dict[str, int]]:
         """What each phase of a step needs."""
-        passes = {"gradients": self.gradients, "accumulated": self.accumulated, "activations": self.activations}
+        sums = {"gradients": self.gradients, "accumulated": self.accumulated, "gathered": self.gathered}
+        passes = {**sums, "activations": self.activations}
         if self.one_program:
             return [{**passes, "update": self.update}]
         update = {"gradients": self.summed, "update": self.update}
         if self.exchanges_early and not self.in_turn:
             return [{**passes, "exchange": self.exchange}, update]
-        exchange = {"gradients": self.gradients, "accumulated": self.accumulated, "exchange": self.exchange}
+        exchange = {**sums, "exchange": self.exchange}
         if not self.in_turn:
             return [passes, exchange, update]
         return [{**passes, "gradients": 0}, exchange, update]
