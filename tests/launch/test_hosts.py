@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tfpar.config import ConfigError
@@ -124,6 +125,7 @@ def test_a_signal_ends_all_workers_of_a_host(tmp_path, number):
     running = subprocess.Popen(shell, env=environ, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert [running.stdout.readline() for _ in range(2)] == [b"up\n"] * 2
+        time.sleep(1.0)  # a loaded machine may run the workers before the shell that has started them sets its trap
         os.killpg(running.pid, number)
         assert running.stdout.read() == b""  # once no worker has it open
         assert running.wait(30) == 85

@@ -139,7 +139,11 @@ def test_the_layout_stacks_the_time_of_a_step(browser, address):
         stack = page.locator("tf-custom-scalar-margin-chart-card")
         sync_api.expect(stack.locator("path.area")).to_have_count(4 * 3)  # a band for each part of each run
         # Bands lie on each other, and are as high as the parts are long: 10, 50, 20 and 20 ms.
-        boxes = [band.bounding_box() for band in stack.locator("path.area").all()]
+        bands = stack.locator("path.area")
+        boxes = [band.bounding_box() for band in bands.all()]
+        while not all(boxes):  # while the chart is drawn again; a test has a time limit
+            page.wait_for_timeout(100)
+            boxes = [band.bounding_box() for band in bands.all()]
         spans = {(round(box["y"] + box["height"]), round(box["y"])) for box in boxes}
         (bottom, _), *_, (_, top) = stacked = sorted(spans, reverse=True)
         assert [lower for lower, _ in stacked[1:]] == [upper for _, upper in stacked[:-1]]
