@@ -97,10 +97,9 @@ def memory_of(
                 exchanges_early=plan.shard == "gradients" and where.workers > 1,
             )
         )
-    if machine.shares_memory:
-        here = replica.here or replica.devices
-        found = [_mean(found[first : first + here]) for first in range(0, len(found), here)]
-    return max(found, key=lambda memory: memory.size)
+    here = (replica.here or replica.devices) if machine.shares_memory else 1
+    means = (_mean(found[first : first + here]) for first in range(0, len(found), here))
+    return max(means, key=lambda memory: memory.size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
