@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tfpar.config import ConfigError
@@ -122,10 +122,11 @@ def test_a_signal_ends_all_workers_of_a_host(tmp_path, number):
     (command,) = hosts.commands([["127.0.0.1:2222", "127.0.0.1:2223"]], [str(script)])
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     shell = ["sh", "-c", f"trap : HUP INT TERM; {command}"]  # as one in which somebody types, it survives
-    running = subprocess.Popen(shell, env=environ, stdout=subprocess.PIPE, start_new_session=True)
+    # A shell cannot trap what was ignored when it began, as SIGHUP is under nohup.
+    heard = functools.partial(signal.signal, number, signal.SIG_DFL)
+    running = subprocess.Popen(shell, env=environ, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=heard)
     try:
         assert [running.stdout.readline() for _ in range(2)] == [b"up\n"] * 2
-        time.sleep(1.0)  # a loaded machine may run the workers before the shell that has started them sets its trap
         os.killpg(running.pid, number)
         assert running.stdout.read() == b""  # once no worker has it open
         assert running.wait(30) == 85
