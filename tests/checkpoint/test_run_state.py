@@ -9,7 +9,6 @@ import zipfile
 from tests.training.harness import strategy_of
 from tfpar.checkpoint import names, run_state
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.checkpoint.model_files import examples_of_run
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.monitor import summary
 
@@ -383,43 +382,3 @@ def test_warm_start_from_a_run_whose_best_is_damaged_says_so_and_takes_the_newes
     assert same(target.get_weights(), [value + 3 for value in source.get_weights()])
     assert "checkpoint of step 2" in said[0]
     assert "is damaged" in said[0]
-
-
-# What a model was trained on
-
-
-def test_a_model_is_evaluated_on_what_its_run_held_out(tmp_path):
-    flat = {
-        "dataset": "text:corpus",
-        "validation_fraction": 0.05,
-        "sequence_length": 64,
-        "seed": 3,
-        "learning_rate": 0.5,
-    }
-    ran = ExperimentConfig.from_flat_dict(flat)
-    path = str(tmp_path / "model.keras")
-    plain = ExperimentConfig.from_flat_dict({"dataset": "digits", "sequence_length": 32})
-    with pytest.raises(ConfigError, match=r"it is not in the workdir of a run, .* --dataset=\.\.\."):
-        examples_of_run(plain, path, lambda name: False)
-    writer = Checkpointer(tmp_path, keep=1)
-    writer.save(Checkpoint(1, {}, {}, {}, ran.as_flat_dict()))
-    writer.close()
-    found = examples_of_run(plain, path, lambda name: name == "sequence_length").as_flat_dict()
-    assert found == {
-        **plain.as_flat_dict(),
-        **{name: flat[name] for name in ("dataset", "validation_fraction", "seed")},
-    }
-    in_folder = str(tmp_path / "exports" / "newest" / "model.keras")  # of an online run
-    assert examples_of_run(plain, in_folder, lambda name: name == "sequence_length").as_flat_dict() == found
-    assert examples_of_run(plain, path, lambda name: name == "dataset") == plain  # other data
-
-
-def test_a_model_of_a_program_is_evaluated_on_what_is_given(tmp_path):
-    ran = ExperimentConfig.from_flat_dict({"dataset": "custom", "validation_fraction": 0.4})
-    writer = Checkpointer(tmp_path, keep=1)
-    writer.save(Checkpoint(1, {}, {}, {}, ran.as_flat_dict()))
-    writer.close()
-    plain, path = ExperimentConfig(), str(tmp_path / "model.keras")
-    with pytest.raises(ConfigError, match=r"had examples of a program's own.* If only a program has"):
-        examples_of_run(plain, path, lambda name: False)
-    assert examples_of_run(plain, path, lambda name: name == "dataset") == plain

@@ -230,9 +230,9 @@ def _activations(
             continue
         again = stage.again(plan)
         flights = replica.in_flight(number, plan.micro_batches, schedule)
-        kept += (again.kept if again else stage.kept) * examples * flights
+        kept += again.kept * examples * flights
         whole += stage.kept * examples * flights
-        largest = max(largest, again.largest if again else 0.0)
+        largest = max(largest, again.largest)
         one = max(one, stage.kept * examples)
     found = fused * min(kept + largest * examples, whole)
     if way == STAGES:

@@ -17,7 +17,7 @@ from tfpar.parallel.planner.plan import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Again:
-    """What a stage does if its backward pass calls layers again; numbers are per example.
+    """What a stage does if its backward pass calls some layers again, or none; numbers are per example.
 
     Attributes:
       flops: FLOPs that are computed again.
@@ -53,10 +53,10 @@ class Stage:
     sums: tuple[float, ...]
     received: float
 
-    def again(self, plan: Plan) -> Again | None:
-        """Returns what the stage does if the plan calls layers again in the backward pass."""
+    def again(self, plan: Plan) -> Again:
+        """Returns what the stage does again in the backward pass of a plan."""
         if plan.shard != "weights":
-            return self.recomputing if plan.recompute != "none" else None
+            return self.recomputing if plan.recompute != "none" else Again(flops=0.0, kept=self.kept, largest=0.0)
         if plan.recompute == "none":
             return self.gathering
         both = self.recomputing, self.gathering  # layers that gather weights outside of blocks become blocks
@@ -160,24 +160,26 @@ def replica_of(
 
 
 def _stage(layers: Sequence[LayerCost], received: float) -> Stage:
-    recomputed = [layer for layer in layers if layer.recomputed]
-    gathering = [layer for layer in layers if layer.gathers]
+    recomputed = [layer.kept_recomputed if layer.recomputed else None for layer in layers]
+    gathering = [layer.kept_gathered if layer.gathers else None for layer in layers]
     return Stage(
         flops=sum(layer.flops for layer in layers),
         kept=sum(layer.kept for layer in layers),
-        recomputing=Again(
-            flops=sum(layer.flops for layer in recomputed),
-            kept=sum(layer.kept_recomputed if layer.recomputed else layer.kept for layer in layers),
-            largest=max((layer.kept for layer in recomputed), default=0.0),
-        ),
-        gathering=Again(
-            flops=sum(layer.flops for layer in gathering),
-            kept=sum(layer.kept_gathered if layer.gathers else layer.kept for layer in layers),
-            largest=max((layer.kept for layer in gathering), default=0.0),
-        ),
-        most_gathered=_most_gathered([_trained(layer) for layer in gathering]),
+        recomputing=_again(layers, recomputed),
+        gathering=_again(layers, gathering),
+        most_gathered=_most_gathered([_trained(layer) for layer in layers if layer.gathers]),
         sums=tuple(size for layer in layers for size in layer.sums),
         received=received,
+    )
+
+
+def _again(layers: Sequence[LayerCost], kept: Sequence[float | None]) -> Again:
+    """Returns the sums over layers; `kept` has what each keeps if it is called again, None for those that are not."""
+    called = [layer for layer, own in zip(layers, kept, strict=True) if own is not None]
+    return Again(
+        flops=sum(layer.flops for layer in called),
+        kept=sum(layer.kept if own is None else own for layer, own in zip(layers, kept, strict=True)),
+        largest=max((layer.kept for layer in called), default=0.0),
     )
 
 

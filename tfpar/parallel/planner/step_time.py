@@ -71,8 +71,7 @@ def step_time(
     per_flop = rates.seconds(plan.way, 1.0, examples)
 
     def flops(stage: Stage) -> float:
-        again = stage.again(plan)
-        return _PASSES * stage.flops + (again.flops if again else 0.0)
+        return _PASSES * stage.flops + stage.again(plan).flops
 
     def alone(stage: Stage) -> float:
         return per_flop * flops(stage)

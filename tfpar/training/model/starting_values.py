@@ -25,10 +25,8 @@ def starting_digests(model: keras.Model, *, parts_on_workers: bool) -> list[list
         variables = [each for each in variables if split_of(each) is None and held_by(each) is None]
     else:
         others = model.non_trainable_variables
-        averaged = Sidecar.of(
-            others, [], 2, frozen_weights(model)
-        ).averaged  # as for two replicas, even if there is one
-        variables += [each for each, is_averaged in zip(others, averaged, strict=True) if is_averaged]
+        two = Sidecar.of(others, [], 2, frozen_weights(model))  # as for two replicas, even if there is one
+        variables += [each for each, is_averaged in zip(others, two.averaged, strict=True) if is_averaged]
     return [[each.path, _digest(each)] for each in variables]
 
 
