@@ -76,6 +76,6 @@ def test_a_documented_training_is_accepted(workers, command, monkeypatch):
 
 
 def test_flags_that_do_not_suit_each_other_would_be_noticed(monkeypatch):
-    (command,) = commands.parse("python experiments/language_model.py --mesh=data:2,model:2 --shard=optimizer")
+    (command,) = commands.parse("python experiments/language_model.py --mesh=data:2,model:2 --shard=weights")
     with pytest.raises(ConfigError, match="--optimizer=muon needs whole tensors"):
         check(4, command, monkeypatch)

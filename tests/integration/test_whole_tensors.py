@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors, of weights that are on several workers of a pipeline."""
+"""Optimizers that need whole tensors, of weights whose parts or stages are on several workers."""
 
 from __future__ import annotations
 
@@ -55,3 +55,32 @@ def test_stages_whose_layers_are_divided(tmp_path, workers: int, options: dict[s
     dense, language_model = on_workers(workers, tmp_path / "out", case, {**case, "model": "language_model"})
     assert_close(dense, expected_of("dense", optimizer))
     assert_close(language_model, expected_of("language_model", optimizer))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (2, {"mesh": "data:2,model:2", "devices": 2}),
+        (4, {"mesh": "data:2,model:2"}),
+        (4, {"mesh": "data:2,pipeline:2,model:2", "devices": 2}),
+    ],
+    ids=str,
+)
+def test_owners_of_shards_whose_layers_are_divided(
+    tmp_path, workers: int, options: dict[str, Any], shard: str, optimizer: str
+):
+    """A run that was stopped goes on to the bits of one that was not, and further on one device."""
+    case = {**options, **WHOLE, "optimizer": optimizer, "shard": shard}
+    saved = {**case, "workdir": str(tmp_path / "run")}
+    through, _, found, language_model = on_workers(
+        workers, tmp_path / "out", case, {**saved, "stop_after": 7}, saved, {**case, "model": "language_model"}
+    )
+    assert_close(found, expected_of("dense", optimizer))
+    assert_close(language_model, expected_of("language_model", optimizer))
+    for name, value in through.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    alike = {name: value for name, value in {**WHOLE, "optimizer": optimizer}.items() if name != "steps"}
+    assert_goes_on_alone(tmp_path / "run", found, alike)

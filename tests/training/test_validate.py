@@ -183,23 +183,19 @@ def test_parameter_servers_refuse_what_needs_an_order_or_agreement():
             validate.validate_data(config, topology, of_shape([6]), None)
 
 
-def test_whole_tensors_are_refused_where_devices_have_parts_and_taken_where_shards_consist_of_them():
+def test_whole_tensors_are_refused_only_where_nobody_puts_them_together():
     def check(shard: str, stages: int, parts: int) -> None:
         spans = {"pipeline_devices": stages, "model_devices": parts, "replica_workers": stages * parts}
         topology = Topology(name="multi_worker", workers=2 * stages * parts, **spans)
         flat = {"optimizer": "muon", "shard": shard, "global_batch_size": 4, "steps": 3}
         check_on_topology(ExperimentConfig.from_flat_dict(flat), topology)
 
-    check("optimizer", stages=2, parts=1)
-    check("none", stages=1, parts=2)
-    check("none", stages=2, parts=2)
-    for shard, stages, parts, instead in (
-        ("weights", 1, 1, "--shard=optimizer"),
-        ("optimizer", 1, 2, "leave --shard out"),
-        ("optimizer", 2, 2, "leave --shard out"),
-    ):
-        with pytest.raises(ConfigError, match=rf"--optimizer=muon needs whole tensors.*or {instead}\."):
+    for shard in ("none", "optimizer", "gradients"):
+        for stages, parts in ((2, 1), (1, 2), (2, 2)):
             check(shard, stages, parts)
+    for parts in (1, 2):
+        with pytest.raises(ConfigError, match=r"--optimizer=muon needs whole tensors.*or --shard=gradients\."):
+            check("weights", 1, parts)
 
 
 def test_more_classes_than_outputs_are_refused_where_labels_are_indices():

@@ -73,12 +73,21 @@ def test_muon_sends_no_more_than_the_parts(monkeypatch):
     assert_as_alone(trainer, "language_model", **MUON)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-def test_a_run_continues_on_one_device(optimizer, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "shard", "optimizer"),
+    [
+        ("model:2", "none", "muon"),
+        ("model:2", "none", "adafactor"),
+        # Each device owns whole parts, and puts the tensors together with those that own the others.
+        ("data:2,model:2", "gradients", "muon"),
+        ("data:2,model:2", "optimizer", "adafactor"),
+    ],
+)
+def test_a_run_continues_on_one_device(mesh, shard, optimizer, tmp_path):
     """State is saved as of whole weights."""
     options = {**MUON, "optimizer": optimizer}
     left = {**options, "model": "dense", "workdir": str(tmp_path)}
-    divided.here("mirrored", "model:2", 2, **left, stop_after=3)
+    divided.here("mirrored", mesh, 2 if mesh == "model:2" else 4, **left, shard=shard, stop_after=3)
     found = divided.here(**left)
     weights, *_ = alone("dense", **options)
     for variable in found.model.variables:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 V = TypeVar("V")
 _POSITION = re.compile(r"#(\d+)$")  # of a name whose path repeats
+_COUNT = re.compile(r"_\d+")
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:
@@ -24,7 +25,7 @@ def occurrences(names: Iterable[str]) -> dict[tuple[str, int], str]:
     found: dict[tuple[str, int], str] = {}
     counts: collections.Counter[str] = collections.Counter()
     for name in sorted(names, key=_position):
-        path = _POSITION.sub("", name)
+        path = _path_of(name)
         found[path, counts[path]] = name
         counts[path] += 1
     return found
@@ -33,6 +34,16 @@ def occurrences(names: Iterable[str]) -> dict[tuple[str, int], str]:
 def _position(name: str) -> int:
     found = _POSITION.search(name)
     return int(found[1]) if found else -1
+
+
+def _path_of(name: str) -> str:
+    """The path in a name from `names_of`."""
+    return _POSITION.sub("", name)
+
+
+def without_counts(name: str) -> str:
+    """The path in a name without Keras' counts, as in `dense_1`: it counts over all models of a process."""
+    return _COUNT.sub("", _path_of(name))
 
 
 def saved_names(variables: Iterable[str], saved: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
-from tfpar.checkpoint.names import by_occurrence, names_of, saved_names
+from tfpar.checkpoint.names import by_occurrence, names_of, saved_names, without_counts
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls, keras_rates
 from tfpar.parallel.division import Shards, Split
@@ -88,7 +87,7 @@ def restore(
     Raises:
       ConfigError: Names or shapes that do not match, listing them.
     """
-    names = _saved_names(variables, arrays, order)
+    names = names_in(arrays, variables, order)
     problems = [f"missing {name}" for name in variables if name not in names]
     problems += [f"unexpected {name}" for name in set(arrays) - set(names.values())]
     problems += [
@@ -118,7 +117,7 @@ def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) 
       variables: By name.
       arrays: The saved arrays.
     """
-    names = _saved_names(variables, arrays, ())
+    names = names_in(arrays, variables)
     files: set[str] = set()
     for name, variable in variables.items():
         held = held_by(variable)
@@ -129,11 +128,11 @@ def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) 
     return files
 
 
-def _saved_names(
-    variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str]
+def names_in(
+    arrays: Mapping[str, np.ndarray], variables: Mapping[str, keras.Variable], order: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The saved names of those variables that were saved."""
-    if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
+    """The saved names of those variables that were saved; arguments as for `restore`."""
+    if set(variables) != set(arrays) and [*map(without_counts, variables)] == [*map(without_counts, order)]:
         return dict(zip(variables, order, strict=True))
     return saved_names(variables, arrays)
 
@@ -174,10 +173,6 @@ def _united(variable: keras.Variable, split: Split | Shards, own: Mapping[int, n
         for there, here in piece.common(united):
             array[here] = own[rank][there]
     return array, united
-
-
-def _uncounted(name: str) -> str:
-    return re.sub(r"_\d+", "", name)
 
 
 def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
@@ -309,7 +304,7 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
             f"--warm_start={source} has adapters that this model lacks ({', '.join(adapters[:2])}, ...), and its "
             "weights are incomplete without them. Give its model.keras, in which they are merged, or the same --lora."
         )
-    if set(values) != set(own) and [*map(_uncounted, values)] == [*map(_uncounted, own)]:
+    if set(values) != set(own) and [*map(without_counts, values)] == [*map(without_counts, own)]:
         values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
     elif not set(values) & set(own):
         values = _renamed(values, list(own))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import tfpar
+from tfpar.checkpoint.keras_file import gives_probabilities
 from tfpar.commands import play
 from tfpar.config import ConfigError, catalog, flags
 
@@ -56,7 +57,7 @@ def main(_: list[str]) -> None:
         runtime = tfpar.initialize(config)
         trainer = tfpar.Trainer(
             lambda: tfpar.load_model(given.model_file, tfpar.task_spec(source)),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=not gives_probabilities(given.model_file)),
             metrics=[
                 keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
                 *([tfpar.models.BitsPerByte()] if source.info.task == tfpar.inputs.LANGUAGE_MODEL else []),

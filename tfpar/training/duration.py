@@ -38,7 +38,8 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, st
         raise ConfigError(f"give --steps or --epochs, one of them (got steps={steps}, epochs={epochs}).")
     total = steps if steps is not None else round((epochs or 0.0) * steps_per_epoch)
     if total < 1:
-        raise ConfigError(f"--steps={steps}, --epochs={epochs}: that is {total} steps; at least one is needed.")
+        length = f"--epochs={epochs:g}" if steps is None else f"--steps={steps}"
+        raise ConfigError(f"{length}: that is {total} steps; at least one is needed.")
     return total
 
 

@@ -185,7 +185,7 @@ class Program:
     def compiles_update(self) -> bool:
         """Whether the optimizer's update is an XLA program. It communicates nothing, so that it can be one even where
         the passes cannot; in convolutional models on CPUs, it is too short to be compiled for itself."""
-        if not (self.topology.synchronous and (self.share or self.placing.can_compile_update)):
+        if not (self.topology.synchronous and (self.share or self.placing).can_compile_update):
             return False
         if self.jit_compile or self.topology.device_type == "TPU":
             return self.jit_compile

@@ -8,7 +8,8 @@ from typing import Any
 import tfpar
 from tests.integration.scripts import divided, divided_models
 from tests.training.trainers import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
-from tfpar.training.sharding import OwnShare, whole_arrays
+from tfpar.training.sharding import OwnShare
+from tfpar.training.sharding.saved import whole_arrays
 
 import keras
 import numpy as np

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar import inputs, precision
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
 from tfpar.checkpoint.arrays import Part, SavedArrays
-from tfpar.checkpoint.names import occurrences, saved_names
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ExperimentConfig
 from tfpar.guards.bad_examples import SkippedExampleLog
@@ -20,7 +19,7 @@ from tfpar.monitor.run_info import stopping_option
 from tfpar.optim.keras_calls import finalize_states
 from tfpar.optim.plateau import PlateauController
 from tfpar.outer.local import saved as local
-from tfpar.parallel.split import assign_whole, not_finite, shape_of
+from tfpar.parallel.split import not_finite
 from tfpar.precision import LossScale
 from tfpar.process.listing import listed
 from tfpar.training import sharding
@@ -28,7 +27,6 @@ from tfpar.training.loops.state import LoopState
 from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.program import Program
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -277,34 +275,17 @@ class RunFiles:
             run_state.restore(variables, checkpoint.arrays, run["variables"])
             share.restore(own=own)
             return
-        saved = checkpoint.arrays
-        assert isinstance(saved, SavedArrays)
-        weights = program.model.trainable_variables
-        pieces: dict[tuple[str, int], np.ndarray] = {}
-        if run.get("shard", "none") != "none":
-            shares = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
-            pieces = sharding.whole_arrays(shares, [shape_of(weight) for weight in weights])
-        exact = sharding.take_exact_weights(pieces)
-        twins = _twins(weights)
-        known, names = occurrences(saved), occurrences(variables)
-        whole = {names[key]: pieces[each] for each in pieces if (key := (each[0], twins[each[1]])) in names}
-        in_pieces = {name: variables[name] for name in whole}
-        in_one = {name: variable for name, variable in variables.items() if name not in whole}
-        own_names = set(saved_names(in_one, saved).values())
-        wanted = {name for name in saved if share is None or name in own_names or name.startswith("model/")}
-        run_state.restore(in_pieces, whole)
-        run_state.restore(in_one, saved.only(wanted), run["variables"])
-        # Residuals that owners had not sent take effect now or, if the weights have an owner again, with the next step.
-        for index in range(len(weights)) if share is None else share.whole:
-            if index in exact:
-                assign_whole(weights[index], exact[index])
-        if share is not None:
-
-            def read(name: str, index: int) -> np.ndarray | None:
-                key = name, twins[index]
-                return pieces[name, index] if (name, index) in pieces else saved[known[key]] if key in known else None
-
-            share.restore(read, exact=exact)
+        assert isinstance(checkpoint.arrays, SavedArrays)
+        ranks = range(run["workers"]) if run.get("shard", "none") != "none" else ()
+        sharding.restore_shares(
+            variables,
+            checkpoint.arrays,
+            run["variables"],
+            [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in ranks],
+            weights=program.model.trainable_variables,
+            optimizer=program.optimizer,
+            share=share,
+        )
 
     def _exchange_state(self, step: int, worker: int) -> dict[str, np.ndarray]:
         """The exchange state that a worker saved, without its place in a stream and its share of the optimizer."""
@@ -353,9 +334,3 @@ def _still_stopped_by(run: Mapping[str, Any], total: int, config: ExperimentConf
     by = str(run.get("stopped_by") or "a hook or callback")
     _, on = stopping_option(by, config)
     return by if on else ""
-
-
-def _twins(weights: Sequence[keras.Variable]) -> list[int]:
-    """For each weight the number of those before it that have the same path."""
-    paths = [weight.path for weight in weights]
-    return [paths[:index].count(path) for index, path in enumerate(paths)]

@@ -96,7 +96,7 @@ class PipelinePlacing(Placing):
         """See `Placing`."""
         check_pipeline(core)
         if self._axis or (self._worker and not self._sharded):
-            check_divided(optimizer, core, deals_out=not self._sharded)
+            check_divided(optimizer, core)
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:

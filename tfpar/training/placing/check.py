@@ -28,17 +28,10 @@ def check_on_topology(config: ExperimentConfig, topology: Topology) -> None:
 
 def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
-    name, mesh = config.optimizer.optimizer, topology.mesh
-    if name not in optimizers.NEEDS_WHOLE or config.train.shard == "none" or topology.replicas == 1:
-        return
-    # Without shards, the devices of a model axis put whole tensors together. An owner of a shard has whole tensors.
-    if mesh.model > 1:
-        by, instead = f"--mesh={config.strategy.mesh}", "leave --shard out"
-    elif config.train.shard == "weights":
-        by, instead = "--shard=weights", "--shard=optimizer"
-    else:
-        return
-    raise ConfigError(
-        f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
-        f"such as adamw, or {instead}."
-    )
+    name = config.optimizer.optimizer
+    # The owner of a shard of the state has whole tensors, or the devices of a model axis put them together.
+    if name in optimizers.NEEDS_WHOLE and config.train.shard == "weights" and topology.replicas > 1:
+        raise ConfigError(
+            f"--optimizer={name} needs whole tensors, which --shard=weights divides over devices. Use an elementwise "
+            "optimizer, such as adamw, or --shard=gradients."
+        )

@@ -36,7 +36,7 @@ def placing_of(
         return PipelinePlacing(runtime, layout, sharded=sharded)
     gathers = sharded and options.shard == "weights"
     if mesh.model > 1:
-        return DividedGatheringPlacing(runtime, layout) if gathers else DividedPlacing(runtime, layout, sharded=sharded)
+        return DividedGatheringPlacing(runtime, layout) if gathers else DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
     divides = runtime.topology.name in ("mirrored", "multi_worker") and options.shard == "none"

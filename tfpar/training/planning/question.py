@@ -114,7 +114,7 @@ def _refusals(
         spans = max(1, mesh.devices_of_replica // machine.devices)
         over_workers = mesh.pipeline > 1 and spans > 1
         divided = mesh.model > 1 or (over_workers and plan.shard == "none")
-        joined = facts.joins_parts and (plan.shard == "none" or mesh.model == 1)
+        joined = facts.joins_parts and plan.shard != "weights"
         if divided and not joined and not facts.elementwise:
             return "the optimizer needs whole tensors, which are divided over devices"
         options = plan.options()

@@ -3,6 +3,7 @@
 from tfpar.training.sharding.averages import SharedAverages
 from tfpar.training.sharding.choose import sharded_step
 from tfpar.training.sharding.optimizer import OwnShare
-from tfpar.training.sharding.saved import is_share, take_exact_weights, whole_arrays
+from tfpar.training.sharding.restoring import restore_shares
+from tfpar.training.sharding.saved import is_share
 
-__all__ = ["OwnShare", "SharedAverages", "is_share", "sharded_step", "take_exact_weights", "whole_arrays"]
+__all__ = ["OwnShare", "SharedAverages", "is_share", "restore_shares", "sharded_step"]

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tfpar.checkpoint.names import without_counts
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange import spec as specs
@@ -141,13 +142,23 @@ class OwnShare:
         Args:
           program: The index of the replica's program, among those of this worker.
         """
-        own = program % self._divided.program_count if self._divided else 0
+        own = program % self.programs
         by_program: dict[int, list[PlaceShare | None]] = {}
         for place in self.places:
             by_program.setdefault(place.program, []).extend([place] * len(place.vectors))
         shards = by_program.get(own, [])
         filling = max(map(len, by_program.values())) - len(shards)
         return [*shards, *[None] * filling, *(place for place in self.places for _ in place.whole)]
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that the strategy runs for a replica on this worker."""
+        return self._divided.program_count if self._divided else 1
+
+    @property
+    def can_compile_update(self) -> bool:
+        """Whether XLA can compile the updates: not if the devices of a model axis put whole tensors together."""
+        return all(place.elementwise or not place.divided for place in self.places)
 
     @property
     def whole(self) -> list[int]:
@@ -198,7 +209,7 @@ class OwnShare:
         """The state of this worker's pieces, for its file of a checkpoint, by names that `whole_arrays` reads; never
         empty, because all workers of a run write such a file or none does."""
         return {SHARED: np.zeros(0, np.float32)} | {
-            place.parts[piece.index].key(piece.begin, name): np.array(variable.numpy(), copy=True, order="C")
+            place.part_of(piece, variable).key(piece.begin, name): np.array(variable.numpy(), copy=True, order="C")
             for place, name, piece, variable, _ in self._state()
         }
 
@@ -226,10 +237,11 @@ class OwnShare:
         for variable in itertools.chain(*(replica.common_variables() for replica in self.replicas)):
             if id(variable) not in restored:  # those of no weight, whose names are unique
                 variable.assign(common[name_of(variable)].numpy())
+        known = None if own is None else _by_key(own)
         wrong = []
         for place, name, piece, variable, fill in self._state():
-            if own is not None:
-                variable.assign(own[place.parts[piece.index].key(piece.begin, name)])
+            if known is not None:
+                variable.assign(known[without_counts(place.part_of(piece, variable).key(piece.begin, name))])
             elif name != WEIGHTS:
                 value = place.of_whole(read(name, place.parts[piece.index].index), piece, variable, fill)
                 if value is None:
@@ -245,10 +257,10 @@ class OwnShare:
     def fits(self, own: Mapping[str, np.ndarray]) -> bool:
         """Whether a worker exported exactly the share that this one has."""
         shapes = {
-            place.parts[piece.index].key(piece.begin, name): tuple(variable.shape)
+            without_counts(place.part_of(piece, variable).key(piece.begin, name)): tuple(variable.shape)
             for place, name, piece, variable, _ in self._state()
         }
-        return shapes == {name: array.shape for name, array in own.items() if is_share(name) and name != SHARED}
+        return shapes == {key: array.shape for key, array in _by_key(own).items()}
 
     def _state(self) -> Iterator[tuple[PlaceShare, str, Piece, keras.Variable, float]]:
         """For everything that belongs to a piece: its place, its name for the whole weight, the piece, the variable,
@@ -279,6 +291,11 @@ def _places(weights: Sequence[keras.Variable], devices: Sequence[str], divided: 
         copies = [copy.device for copy in copies_of(weights[indices[0]])] if indices else devices
         places.append(Place(indices, program, copies[program::count], one_of_several=True))
     return places
+
+
+def _by_key(export: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of an export; without Keras' counts, which are others for the next optimizer of a process."""
+    return {without_counts(name): array for name, array in export.items() if is_share(name) and name != SHARED}
 
 
 def _check_all_can_be_in_pieces(weights: Sequence[keras.Variable], shard: str) -> None:

@@ -16,7 +16,8 @@ from tfpar.exchange.sharding.shards import Piece, ShardedVector, by_tensor, even
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel.division import Split
 from tfpar.parallel.held import held_by
-from tfpar.parallel.split import copies_of, ranks_here, shape_of, split_of
+from tfpar.parallel.pipeline.devices import place_of
+from tfpar.parallel.split import copies_of, mark, ranks_here, shape_of, split_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sharding.saved import Part
@@ -58,6 +59,7 @@ class PlaceShare:
     Attributes:
       indices: Indices of its weights among the trainable weights of the model.
       program: The index of its program, among those that the strategy runs for a replica.
+      stage: The index of its device, among those of the program.
       variables: Its weights.
       parts: What it has of each of them.
       vectors: The tensors in shards.
@@ -76,6 +78,7 @@ class PlaceShare:
         self.indices, self._one_of_several = list(place.indices), place.one_of_several
         self.program, replicas = place.program, len(place.devices)
         self.variables = [weights[index] for index in place.indices]
+        self.stage = (place_of(self.variables[0]) or 0) if self.variables else 0
         self.parts = [self._part(index, weights[index]) for index in place.indices]
         optimizers = [make_optimizer() for _ in place.devices]
         self.elementwise = type(optimizers[0]) in ELEMENTWISE
@@ -132,10 +135,23 @@ class PlaceShare:
         small = [index for index in fitting if self._one_of_several and index not in set(large)]
         bucket_bytes = exchange.options.bucket_bytes if codec else buckets.DENSE_BUCKET_BYTES
         divide = functools.partial(evenly, bucket_bytes=bucket_bytes) if self.elementwise else by_tensor
-        return [
-            *divide(large, sizes, owners, block=1 if codec is None else codec.block, per_worker=replicas),
-            *divide(small, sizes, owners, block=1, per_worker=replicas, exact=True),
-        ]
+
+        def vectors(indices: Sequence[int], **options: Any) -> Iterator[ShardedVector]:
+            for group in self._groups(indices):
+                yield from divide(group, sizes, owners, per_worker=replicas, **options)
+
+        return [*vectors(large, block=1 if codec is None else codec.block), *vectors(small, block=1, exact=True)]
+
+    def _groups(self, indices: Sequence[int]) -> list[list[int]]:
+        """The tensors in groups that have vectors of their own.
+
+        The devices of a replica must own the same tensors of those that they divide, because they update them together
+        if the optimizer needs whole tensors. One of the devices has others, too.
+        """
+        if self.elementwise:
+            return [[*indices]]
+        divided = [index for index in indices if self.parts[index].split]
+        return [divided, [index for index in indices if not self.parts[index].split]]
 
     def _piece_variable(self, piece: Piece) -> keras.Variable:
         weight = self.variables[piece.index]
@@ -145,7 +161,10 @@ class PlaceShare:
             for scope in scopes:  # the paths determine which weights are decayed
                 stack.enter_context(keras.name_scope(scope, deduplicate=False))
             value = tf.constant(_elements(self._current(piece.index), piece, shape))
-            return keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}of{piece.index}")
+            variable = keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}of{piece.index}")
+        if (split := self.parts[piece.index].split) and not self.elementwise:
+            mark(variable, split)
+        return variable
 
     def _current(self, index: int) -> np.ndarray:
         return copies_of(self.variables[index])[self.program].numpy()
@@ -167,6 +186,12 @@ class PlaceShare:
             for name, piece, variable in replica.slots():
                 yield name, piece, variable, replica.initial(variable)
 
+    def part_of(self, piece: Piece, state: keras.Variable) -> Part:
+        """What the state of a piece is of: Adafactor's rows and columns belong to the whole weight."""
+        part = self.parts[piece.index]
+        reduced = not self.elementwise and len(state.shape) < len(self.variables[piece.index].shape)
+        return Part(part.index) if reduced else part
+
     def of_whole(
         self, whole: np.ndarray | None, piece: Piece, variable: keras.Variable, fill: float
     ) -> np.ndarray | None:
@@ -174,7 +199,7 @@ class PlaceShare:
         if whole is None:
             return None
         if whole.size == math.prod(shape_of(self.variables[piece.index])):
-            whole = _elements(self.parts[piece.index].of(whole, fill), piece, variable.shape)
+            whole = _elements(self.part_of(piece, variable).of(whole, fill), piece, variable.shape)
         return whole if tuple(whole.shape) == tuple(variable.shape) else None
 
 

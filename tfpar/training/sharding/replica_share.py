@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tfpar.exchange.sharding.shards import Piece
 from tfpar.optim.optimizers import build_for_some
+from tfpar.parallel.split import keep_rows_and_columns_whole, keeps_slots_beside, model_split_of
 
 import keras
 import tensorflow as tf
@@ -52,7 +53,13 @@ class ReplicaShare:
             self.variables = [make(piece) for piece in self.owned]
             nothing = not self.variables and not whole
             self.idle = [keras.Variable(tf.zeros([1]), name="nothing")] if nothing else []
+            # Only those of optimizers that need whole tensors say so.
+            parts = any(map(model_split_of, self.variables))
+            if parts:
+                keeps_slots_beside(optimizer)
             build_for_some(optimizer, [*self.variables, *whole, *self.idle], every)
+            if parts:
+                keep_rows_and_columns_whole(optimizer)
         self.optimizer = optimizer
         self._weights = len(self.variables) + len(whole)
         self._initial = {id(variable): _first_element(variable) for _, _, variable in self.slots()}

@@ -11,17 +11,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfpar.exchange.sharding.owners import Norms, Scattered
-from tfpar.optim.pure_update import pure_apply
+from tfpar.optim.pure_update import WholeTensors, pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compiled
 from tfpar.parallel.model_axis import Place
 from tfpar.training import norms
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.sharding.optimizer import OwnShare
+from tfpar.training.sharding.place_share import PlaceShare
 from tfpar.training.sharding.replica_share import ReplicaShare
 from tfpar.training.sidecar import Reduced, should_apply
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
+from tfpar.training.tensor_parallel.whole_tensors import DealtTensors
 
 import keras
 import tensorflow as tf
@@ -43,9 +45,18 @@ class ShardedStep(TrainStep):
     def _make_programs(self) -> None:
         super()._make_programs()
         self._share_updates = {
-            id(owner): compiled(functools.partial(self._update_variables, owner), self.plan.compiles_update)
-            for owner in self._share.replicas
+            id(owner): compiled(
+                functools.partial(self._update_variables, owner, self._whole_tensors(place, number)),
+                self.plan.compiles_update,
+            )
+            for place in self._share.places
+            for number, owner in enumerate(place.replicas)
         }
+
+    def _whole_tensors(self, place: PlaceShare, number: int) -> WholeTensors | None:
+        """What updates the tensors of which the optimizer of a replica, by its number, needs more than it has."""
+        del place, number
+        return None
 
     def _reduce_and_apply(
         self,
@@ -142,6 +153,7 @@ class ShardedStep(TrainStep):
     def _update_variables(
         self,
         owner: ReplicaShare,
+        whole: WholeTensors | None,
         gradients: Sequence[tf.Tensor | None],
         others: Tensors,
         gradients_of_others: Sequence[tf.Tensor | None],
@@ -173,6 +185,7 @@ class ShardedStep(TrainStep):
             *(owner.optimizer, state, [*params, *others], [*gradients, *gradients_of_others], rate),
             factor=factor,
             group_bytes=self.plan.update_group_bytes,
+            whole=whole,
         )
         changed = [*pieces, *itertools.compress(slots, here)]
         stored = replica.assign(changed, [*new[: len(pieces)], *itertools.compress(new_state, here)])
@@ -236,6 +249,14 @@ class DividedShardedStep(ShardedStep, DividedStep):
       *args: See `DividedStep`.
       **kwargs: See `DividedStep`.
     """
+
+    def _whole_tensors(self, place: PlaceShare, number: int) -> WholeTensors | None:
+        """See `ShardedStep`. The devices of a replica own the same tensors of those that they divide."""
+        if place.elementwise or not place.divided:
+            return None
+        program = number * self._share.programs + place.program
+        on = lambda _: self._axis.on(program, place.stage)  # noqa: E731
+        return DealtTensors(place.replicas[number].optimizer, self._axis.size, on)
 
     def _squares_of_replica(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """If layers span workers, all of these have the whole weights, which count once."""

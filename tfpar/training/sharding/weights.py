@@ -169,8 +169,10 @@ class DividedGatheringPlacing(DividedPlacing, GatheringPlacing):
       layout: How layers are divided, see `find_layout`.
     """
 
+    _deals_out = False
+
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
-        DividedPlacing.__init__(self, runtime, layout, sharded=True)
+        DividedPlacing.__init__(self, runtime, layout)
         GatheringPlacing.__init__(self, runtime)  # which knows more of the topology, and of who shares weights
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:

@@ -68,7 +68,7 @@ def divide_layers(
     return splits
 
 
-def check_divided(optimizer: keras.optimizers.Optimizer, core: Core, *, deals_out: bool = False) -> None:
+def check_divided(optimizer: keras.optimizers.Optimizer, core: Core, *, deals_out: bool = True) -> None:
     """Refuses optimizers and models that need whole tensors, which no device has.
 
     Args:

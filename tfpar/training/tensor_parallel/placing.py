@@ -35,14 +35,13 @@ class DividedPlacing(Placing):
     Args:
       runtime: The running strategy.
       layout: How layers are divided, see `find_layout`.
-      sharded: Whether replicas have shards of the weights or of the optimizer's state.
     """
 
     several = True
+    _deals_out = True  # see `check_divided`
     _exchanges_in_update = False
 
-    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None, *, sharded: bool = False) -> None:
-        self._sharded = sharded
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
         self.topology: Topology = runtime.topology
         topology = self.topology
         devices = runtime.strategy.extended.worker_devices
@@ -61,7 +60,7 @@ class DividedPlacing(Placing):
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         """See `Placing`."""
-        check_divided(optimizer, core, deals_out=not self._sharded)
+        check_divided(optimizer, core, deals_out=self._deals_out)
         self._exchanges_in_update = type(optimizer) not in ELEMENTWISE
 
     def within(self) -> contextlib.AbstractContextManager[Any]:

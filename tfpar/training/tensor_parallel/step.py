@@ -46,7 +46,10 @@ class DividedStep(TrainStep):
             self._by_stage[place_of(variable) or 0][model_split_of(variable) is None].append(index)
         weights = enumerate(self.core.model.trainable_variables)
         self._summed = {index for index, variable in weights if has_gradient_in_parts(variable)}
-        self._dealt = None if type(self.optimizer) in ELEMENTWISE else DealtTensors(self.optimizer, axis)
+        self._dealt: DealtTensors | None = None
+        if type(self.optimizer) not in ELEMENTWISE:
+            on_own = lambda weight: axis.on_own_device(place_of(weight) or 0)  # noqa: E731
+            self._dealt = DealtTensors(self.optimizer, axis.size, on_own)
 
     def _replica_step(self, *args: Any) -> StepReport:
         """See `TrainStep`; counts what the device sends to the others."""

@@ -10,14 +10,15 @@ of the same shape travel together, one for each device, in two all-to-all exchan
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tfpar.optim import keras_internals
 from tfpar.optim.keras_whole import needs_whole_tensor, rows_and_columns
 from tfpar.optim.pure_update import PureUpdate, WholeTensors
 from tfpar.parallel.division import Split
-from tfpar.parallel.model_axis import ModelAxis, Place
+from tfpar.parallel.model_axis import Place
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import model_split_of, slots_of
 
@@ -30,11 +31,17 @@ class DealtTensors(WholeTensors):
 
     Args:
       optimizer: The optimizer. Its slots are divided like the weights.
-      axis: The devices.
+      size: Number of devices.
+      on: Returns the context of the program that updates a weight on this device, see `ModelAxis.on`.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, axis: ModelAxis) -> None:
-        self._axis, size = axis, axis.size
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        size: int,
+        on: Callable[[keras.Variable], AbstractContextManager[Place]],
+    ) -> None:
+        self._on = on
         self._slots: dict[int, list[keras.Variable]] = {}
         self._whole_slots: dict[int, list[keras.Variable]] = {}
         alike: dict[Any, list[keras.Variable]] = {}
@@ -67,10 +74,10 @@ class DealtTensors(WholeTensors):
         before: list[tf.Tensor] = []
         for every in self._chunks:
             chunk = [each if id(each) in gradients else None for each in every]  # some may have no gradient
-            if not any(each is not None for each in chunk):
+            first = next((each for each in chunk if each is not None), None)
+            if first is None:
                 continue
-            stage = next(place_of(each) or 0 for each in chunk if each is not None)
-            with self._axis.on_own_device(stage) as place, tf.device(place.device), tf.control_dependencies(before):
+            with self._on(first) as place, tf.device(place.device), tf.control_dependencies(before):
                 before = [self._update_chunk(view, place, chunk, gradients, rate)]
 
     def _update_chunk(
