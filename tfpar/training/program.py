@@ -335,8 +335,10 @@ class Program:
         with contextlib.ExitStack() as stack:
             if self.original is not None:
                 stack.enter_context(self.original.written_back(self.first_copies))
-            if self.optimizer_options and self.optimizer.use_ema:
-                stack.enter_context(between.left_behind(self.averages, one_run=bool(self.config.checkpoint.workdir)))
+            if self.optimizer.use_ema:
+                one_run = bool(self.config.checkpoint.workdir)
+                assigns = bool(self.optimizer_options)
+                stack.enter_context(between.left_behind(self.averages, assigns=assigns, one_run=one_run))
             yield
 
     def eval_weights(self) -> list[keras.Variable]:

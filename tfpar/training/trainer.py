@@ -329,10 +329,11 @@ class Trainer:
         return self.program.jit_compile
 
     def _refresh(self) -> None:
-        """Adapts the program to layers that were frozen or unfrozen since the last call."""
+        """Adapts the program to what was frozen, unfrozen or assigned since the last call."""
         program = self.program.refreshed()
         if program is not self.program:
             self.program, self._evaluator, self._predictor = program, Evaluator(program), Predictor(program)
+        self._between_runs.take_over(program.averages)
 
     @property
     def _reading(self) -> dict[str, Any]:

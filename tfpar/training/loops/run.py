@@ -209,6 +209,8 @@ class Run:
         callbacks.end(state)
         if self._loop.params_sha256() == before:
             return state
+        program = self._context.program
+        program.averages.restart(program.model.trainable_variables)  # which are evaluated and exported
         state = state.replace(evaluated_at=-1, best_step=-1)
         self._context.files.save(state)
         return state

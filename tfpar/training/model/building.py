@@ -60,23 +60,38 @@ class Original:
         for variable, counterpart in zip(self.model.weights, _counterparts(self.model, self.copy), strict=True):
             vars(counterpart)[_GIVEN] = variable
 
+    @property
+    def _shapes(self) -> list[Any]:
+        return [value.shape for value in self._values]
+
     def _note_values(self) -> None:
         # A tensor that was read shares the memory of its variable until another value is assigned.
         self._values = [tf.convert_to_tensor(variable.value) for variable in self.model.weights]
 
     def take_over(self) -> None:
-        """Repeats on the copy what the user has since done to the original model: freezing, and assigning weights."""
+        """Repeats on the copy what the user has since done to the original model: freezing, and assigning weights.
+
+        Raises:
+          ConfigError: The model has other weights than its copy.
+        """
         flags = _trainable_flags(self.model)
+        if len(flags) != len(self._flags) or [each.shape for each in self.model.weights] != self._shapes:
+            raise ConfigError(
+                f"model {self.model.name!r} has other layers or weights than when the Trainer was made, which trains a "
+                "copy of it. Create a new Trainer for it; for adapters, the option lora= adds them to both."
+            )
         counterparts = _counterparts(self.model, self.copy)
         each: list[Any] = [*all_layers(self.copy), *counterparts]
-        for layer, before, now in zip(each, self._flags, flags, strict=True):
-            if now is not before:  # outer layers first: setting one also sets those inside it, and its weights
-                layer.trainable = now
+        own = [bool(part.trainable) for part in each]
+        for part, was, before, now in zip(each, own, self._flags, flags, strict=True):
+            # Outer layers first: setting one also sets those inside it, and its weights, also those that stay frozen.
+            if now is not before or bool(part.trainable) is not was:
+                part.trainable = now
         self._flags = flags
         earlier, taken = self._values, False
         self._note_values()
         for counterpart, old, new in zip(counterparts, earlier, self._values, strict=True):
-            if not _is_same(old, new):
+            if not is_same(old, new):
                 assign_whole(counterpart, new.numpy())
                 taken = True
         if taken:
@@ -257,7 +272,7 @@ def _freeze_like(model: keras.Model, copy: keras.Model) -> None:
             counterpart.trainable = variable.trainable
 
 
-def _is_same(old: tf.Tensor, new: tf.Tensor) -> bool:
+def is_same(old: tf.Tensor, new: tf.Tensor) -> bool:
     """Whether two tensors on one device have the same elements, also those that are not a number."""
     if "CPU" in new.device and old.shape == new.shape:
         one, other = np.asarray(old), np.asarray(new)  # views of the tensors

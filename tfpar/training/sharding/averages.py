@@ -7,12 +7,13 @@ gathered into the model's own variables; the weights wait in the host's memory m
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import new_group
-from tfpar.exchange.sharding.shards import ShardedVector
+from tfpar.exchange.sharding.shards import Piece, ShardedVector
 from tfpar.optim import optimizers
 from tfpar.parallel.split import whole
 from tfpar.parallel.topology import Topology
@@ -51,6 +52,19 @@ class SharedAverages(MovingAverages):
         with self.shown():
             found = [(variable, whole(variable)) for variable in self._model.trainable_variables]
         yield from found  # whose weights are the model's own again, as the caller may assign them
+
+    def restart(self, weights: Sequence[keras.Variable]) -> None:
+        """See `MovingAverages`."""
+        if not self.exist:
+            return
+        restarted = {*map(id, weights)}
+        for place in self._share.places:
+            for owner in place.replicas:
+                others = place.whole if owner is place.replicas[0] else []
+                pieces = [*owner.owned, *(Piece(index, 0, math.prod(place.variables[index].shape)) for index in others)]
+                for piece, average in zip(pieces, _averages(owner), strict=False):
+                    if average is not None and id(place.variables[piece.index]) in restarted:
+                        average.assign(place.elements_of(piece, average.shape))
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:

@@ -160,7 +160,7 @@ class PlaceShare:
         with contextlib.ExitStack() as stack:
             for scope in scopes:  # the paths determine which weights are decayed
                 stack.enter_context(keras.name_scope(scope, deduplicate=False))
-            value = tf.constant(_elements(self._current(piece.index), piece, shape))
+            value = tf.constant(self.elements_of(piece, shape))
             variable = keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}of{piece.index}")
         if (split := self.parts[piece.index].split) and not self.elementwise:
             mark(variable, split)
@@ -168,6 +168,10 @@ class PlaceShare:
 
     def _current(self, index: int) -> np.ndarray:
         return copies_of(self.variables[index])[self.program].numpy()
+
+    def elements_of(self, piece: Piece, shape: Sequence[int]) -> np.ndarray:
+        """The current values of the elements of a piece in the model, in this shape."""
+        return _elements(self._current(piece.index), piece, shape)
 
     def load_weights(self, exact: Mapping[int, np.ndarray]) -> None:
         """Sets the pieces to the current values of the model's weights, or to those of `exact`: whole weights by their
