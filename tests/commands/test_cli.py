@@ -104,6 +104,10 @@ def test_help_names_every_command_and_its_flags():
         ),
         ("launch --wrokers=2 -- a.py", "unknown argument --wrokers. Did you mean --workers? See tfpar launch --help."),
         (
+            "train incremental --watch=. --schedule=constant --epochs=3",
+            "--epochs=3 has no effect, because --watch learns from each example once, until ",
+        ),
+        (
             "evaluate --flagfile=quickstar.flags",
             "--flagfile=quickstar.flags: no such file. Did you mean --flag",
         ),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 
+from tests.checkpoint import small_disk
 from tests.incremental.watched import arrive, config_of, shard
+from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.config import ConfigError, InputConfig
 from tfpar.incremental.online.arrivals import STOP, Arrivals, form_of
 from tfpar.incremental.online.chief import Chief
@@ -340,3 +343,19 @@ def test_exports_appear_whole_and_old_ones_go(tmp_path):
     assert (tmp_path / "exports" / "newest" / "model.keras").read_text() == "weights 3"
     assert exports.has(1)
     assert not exports.has(4)
+
+
+def test_a_full_disk_ends_the_run_with_all_earlier_entries(tmp_path):
+    with small_disk.mounted(tmp_path / "disk", kilobytes=64) as disk:
+        journal = written(disk, 2)
+        with open(disk / "other", "wb", buffering=0) as other, contextlib.suppress(OSError):
+            while other.write(bytes(512)):
+                pass
+        files = [ArrivedFile("x" * 5000, 1, 2, 3, "content 2")]
+        with pytest.raises(CheckpointError, match=r"deliveries\.jsonl records .* cannot be written \(No space left on"):
+            journal.deliver(files, 4)
+        assert entries_of(journal) == entries_of(Journal(str(disk)))
+        (disk / "other").unlink()
+        again = Journal(str(disk))
+        again.deliver(files, 4)
+        assert len(Journal(str(disk)).deliveries) == 3

@@ -39,6 +39,13 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     catalog.check_built_in(config)
+    watches = bool(config.incremental and config.incremental.watch)
+    for name in ("epochs", "steps"):
+        if watches and flags.is_given(name) and (value := getattr(config.train, name)):
+            raise tfpar.ConfigError(
+                f"--{name}={value:g} has no effect, because --watch learns from each example once, until there is a "
+                "file STOP or --idle_seconds are over. Leave it out."
+            )
     # Here, so that --help and a wrong flag need not wait for TensorFlow.
     from tfpar.incremental import IncrementalLearner, OnlineLearner, check, watching
 
@@ -52,7 +59,7 @@ def main(_: list[str]) -> None:
         spec = dataclasses.replace(tfpar.task_spec(train), num_classes=classes)
         return tfpar.models.build(config.model.model, spec, **config.model.arguments())
 
-    if config.incremental and config.incremental.watch:
+    if watches:
         OnlineLearner(build, train, validation, config=config, runtime=runtime).learn()
         return
     if validation is None:

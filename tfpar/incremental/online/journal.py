@@ -26,7 +26,9 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.config import ConfigError
+from tfpar.process.writable import write_reason
 
 _FORMAT, _OLD_FORMAT = 2, 1
 NAME = "deliveries.jsonl"
@@ -210,17 +212,30 @@ class Journal:
         yield from ({"skipped": dataclasses.asdict(file), "reason": reason} for file, reason in self.skipped)
 
     def _add(self, entry: Mapping[str, Any]) -> None:
-        """Writes an entry to the disk, then adds it to the attributes."""
-        if self._length:
-            line = _line(entry)
-            with open(self._path, "r+b") as stream:
-                stream.truncate(self._length)
-                stream.seek(self._length)
-                _write(stream, line)
-            self._length += len(line)
-        else:
-            self._create(b"".join(map(_line, itertools.chain(self._entries(), [entry]))))
+        """Writes an entry to the disk, then adds it to the attributes.
+
+        Raises:
+          CheckpointError: It cannot be written. The file has all earlier entries.
+        """
+        try:
+            if self._length:
+                self._append(_line(entry))
+            else:
+                self._create(b"".join(map(_line, itertools.chain(self._entries(), [entry]))))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} records which files are learned, and cannot be written ({write_reason(error)}), so no "
+                "more of them are. Free space, or make it writable, and start again: the run goes on where it ended."
+            ) from error
         self._take(entry)
+
+    def _append(self, line: bytes) -> None:
+        """Writes a line behind the complete ones."""
+        with open(self._path, "r+b") as stream:
+            stream.truncate(self._length)
+            stream.seek(self._length)
+            _write(stream, line)
+        self._length += len(line)
 
     def _create(self, content: bytes) -> None:
         """Writes the file atomically, also in place of that of an earlier version."""
