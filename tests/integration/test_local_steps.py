@@ -87,6 +87,7 @@ def further(tmp_path_factory) -> dict[str, Case]:
 
 def on_workers(folder: pathlib.Path, options: dict[str, dict[str, Any]], workers: int = WORKERS) -> dict[str, Case]:
     """What each case leaves, by name."""
+    folder.mkdir(parents=True, exist_ok=True)
     result = launch(
         workers,
         "-m",
