@@ -163,6 +163,40 @@ def test_plans_that_a_run_would_refuse(counted):
     assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2", "shards"]
 
 
+@pytest.mark.parametrize(
+    ("width", "refused"), [(64, ["optimizer", "gradients", "weights"]), (4, ["optimizer", "gradients"])]
+)
+def test_a_model_that_assigns_weights_is_counted_and_left_whole(width, refused):
+    """`--shard=weights` calls only layers again whose weights are large enough to be sharded."""
+    normed = keras.layers.SpectralNormalization(keras.layers.Dense(width), name="normed")
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64), normed, keras.layers.Dense(4)])
+    costs = count_model(model, [2])
+    assert [layer.name for layer in costs.whole if layer.assigns] == [f"{model.name}/normed"]
+    assert not any("call" in vars(layer) for layer in keras_internals.all_layers(model))
+    facts = Facts(costs=costs, state_per_weight=8, **FLAGS)
+    question = question_of(ExperimentConfig.from_flat_dict(divided.COMMON), facts, Machine(devices=4))
+    plan = Plan(mesh=parse_mesh("data:4", workers=1, devices=4))
+    assert question.refusal(plan) == ""
+    reasons = {shard: question.refusal(dataclasses.replace(plan, shard=shard)) for shard in question.shards}
+    assert [shard for shard, reason in reasons.items() if "normed assigns its trainable weights" in reason] == refused
+    for mesh in ("data:2,model:2", "data:2,pipeline:2"):
+        assert "assigns" in question.refusal(Plan(mesh=parse_mesh(mesh, workers=1, devices=4)))
+
+
+def test_blocks_that_assign_weights_are_not_counted_as_recomputed():
+    class Block(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normed = keras.layers.SpectralNormalization(keras.layers.Dense(16))
+            self.other = keras.layers.Dense(16)
+
+        def call(self, inputs):
+            return self.other(self.normed(inputs))
+
+    model = keras.Sequential([keras.Input((16,)), Block(), Block()])
+    assert not any(layer.recomputed for layer in count_model(model, []).whole)
+
+
 def _fullest(variables) -> int:
     """Bytes of the device that holds most."""
     held: dict[str, int] = {}

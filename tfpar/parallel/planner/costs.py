@@ -15,12 +15,14 @@ class Weight:
       size: Bytes on a device.
       trainable: Whether it is trained.
       divided: Whether this is a part.
+      assigned: Whether the forward pass assigns it, although it is trained, as `SpectralNormalization` does.
     """
 
     index: int
     size: int
     trainable: bool = True
     divided: bool = False
+    assigned: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class LayerCost:
     gathers: bool = False
     sums: tuple[float, ...] = ()
     weights: tuple[Weight, ...] = ()
+
+    @property
+    def assigns(self) -> bool:
+        """Whether the forward pass assigns any of its weights that are trained."""
+        return any(weight.assigned for weight in self.weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

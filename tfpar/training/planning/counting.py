@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -161,7 +161,7 @@ class _Counter:
                 kept_recomputed=kept,
                 kept_gathered=kept,
                 sums=tuple(sums),
-                weights=tuple(self._weights(own, splits)),
+                weights=tuple(self._weights(own, splits, traced.assigned)),
             )
             for name, own, flops, kept, sums in zip(
                 names, variables, traced.flops, traced.kept, traced.sums, strict=True
@@ -170,15 +170,17 @@ class _Counter:
 
     def with_recompute(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
         """The layers, with the bytes that they keep if blocks are computed again."""
+        in_stretches = False
         try:
             recompute.recompute_activations(self._model, recompute.BLOCKS)
-        except ConfigError:  # there are no blocks
+            in_stretches = self._graph is not None and keras_calls.runs_graph_otherwise(self._graph)
+            again = () if in_stretches else self.layers({}, None)
+        except ConfigError:  # there are no blocks, or one assigns its weights, which a run refuses
             return tuple(layers)
-        if self._graph is not None and keras_calls.runs_graph_otherwise(self._graph):
+        finally:
             _restore(self._model)
-            return self._in_stretches(layers)
-        again = self.layers({}, None)
-        _restore(self._model)
+        if in_stretches:
+            return tuple(layers) if any(layer.assigns for layer in layers) else self._in_stretches(layers)
         return self.with_kept_of(
             layers,
             [
@@ -192,16 +194,18 @@ class _Counter:
     def with_gathering(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
         """The layers, with the bytes that they keep if those that gather weights are called again."""
         blocks = [each for each in layers_that_gather(self._model) if any(map(can_be_sharded, each.variables))]
+        numbers = {self._places[id(each)] for block in blocks for each in block.variables}
+        layers = tuple(
+            dataclasses.replace(layer, gathers=any(weight.index in numbers for weight in layer.weights))
+            for layer in layers
+        )
+        if any(layer.gathers and layer.assigns for layer in layers):
+            return layers  # such a layer cannot be called again: a run refuses `--shard=weights`
         recompute.recompute_layers(self._model, blocks)
         again = self.layers({}, None)
         _restore(self._model)
-        numbers = {self._places[id(each)] for block in blocks for each in block.variables}
         return tuple(
-            dataclasses.replace(
-                layer,
-                kept_gathered=min(layer.kept, other.kept),
-                gathers=any(weight.index in numbers for weight in layer.weights),
-            )
+            dataclasses.replace(layer, kept_gathered=min(layer.kept, other.kept))
             for layer, other in zip(layers, again, strict=True)
         )
 
@@ -229,7 +233,9 @@ class _Counter:
             found.append(dataclasses.replace(layer, kept_recomputed=layer.kept if begins else 0.0, recomputed=True))
         return tuple(found)
 
-    def _weights(self, variables: Sequence[keras.Variable], splits: Mapping[int, Split]) -> Iterator[Weight]:
+    def _weights(
+        self, variables: Sequence[keras.Variable], splits: Mapping[int, Split], assigned: Collection[int]
+    ) -> Iterator[Weight]:
         for variable in variables:
             split = splits.get(id(variable))
             width = tf.as_dtype(variable.dtype).size
@@ -239,6 +245,7 @@ class _Counter:
                 size=size if split is None else width * math.prod(split.part_shape(variable.shape)),
                 trainable=variable.trainable,
                 divided=split is not None,
+                assigned=id(variable) in assigned,
             )
 
 
@@ -249,6 +256,7 @@ class _Trace:
       flops: FLOPs of each layer in the forward pass.
       kept: Bytes that each layer keeps for the backward pass.
       sums: Bytes of each call along the model axis, by layer.
+      assigned: The trainable variables that the forward pass assigns, by identity.
     """
 
     def __init__(
@@ -264,6 +272,7 @@ class _Trace:
         self.sums: list[list[float]] = [[] for _ in range(count)]
         self._ends: list[int] = []
         self._forward: list[tf.Operation] = []
+        self.assigned: set[int] = set()
         if graph is not None:
             keras_calls.replace_graph_run(graph, self._run_graph)
         specs = [
@@ -294,9 +303,13 @@ class _Trace:
     def _step(self, inputs: Any, weights: Any, state: Any) -> Any:
         with tf.GradientTape() as tape, kept_divided():
             tape.watch(weights)
-            outputs, _ = self._model.stateless_call(
-                weights, state, graph_cost.in_structure(self._model, inputs), training=True
-            )
+            variables = [*self._model.trainable_variables, *self._model.non_trainable_variables]
+            # Not `stateless_call`, whose scope cannot be asked which trainable variables were assigned.
+            with keras.StatelessScope([*zip(variables, [*weights, *state], strict=True)]) as scope:
+                before = dict(scope.state_mapping)
+                outputs = self._model(graph_cost.in_structure(self._model, inputs), training=True)
+            trained = map(id, self._model.trainable_variables)
+            self.assigned = {key for key in trained if scope.state_mapping[key] is not before[key]}
             loss = graph_cost.stand_in_loss(outputs)
         self._forward.extend(tf.compat.v1.get_default_graph().get_operations())
         if not self._steps and self._place:

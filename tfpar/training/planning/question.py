@@ -12,6 +12,7 @@ from tfpar.config.sections import TrainConfig
 from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.exchange import spec as specs
 from tfpar.parallel.mesh import AUTO, parse_sizes
+from tfpar.parallel.planner.costs import ModelCosts
 from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Plan
 from tfpar.parallel.planner.search import Question
@@ -103,6 +104,19 @@ def _outer_per_weight(outer: OuterConfig) -> int:
     return 4 + 4 * (2 if outer.optimizer == "adam" else outer.momentum > 0.0)
 
 
+def _refusal_of_assigning(costs: ModelCosts, plan: Plan) -> str:
+    """Why a run would refuse a plan for a model that assigns weights in its forward pass; empty if it would not."""
+    layers = [layer for layer in costs.whole if layer.assigns]
+    if plan.shard == "weights":  # refuses only what it calls again
+        layers = [layer for layer in layers if layer.gathers or plan.mesh.devices_of_replica > 1]
+    if not layers or (plan.shard == "none" and plan.mesh.devices_of_replica == 1):
+        return ""
+    divided = f"--shard={plan.shard}" if plan.mesh.devices_of_replica == 1 else f"--mesh={plan.mesh_text}"
+    return (
+        f"{divided}: {layers[0].name} assigns its trainable weights in the forward pass (as SpectralNormalization does)"
+    )
+
+
 def _refusals(
     config: ExperimentConfig, facts: Facts, machine: Machine, device_type: str, *, keeps_exchange: bool
 ) -> Callable[[Plan], str]:
@@ -117,6 +131,8 @@ def _refusals(
         joined = facts.joins_parts and plan.shard != "weights"
         if divided and not joined and not facts.elementwise:
             return "the optimizer needs whole tensors, which are divided over devices"
+        if reason := _refusal_of_assigning(facts.costs, plan):
+            return reason
         options = plan.options()
         if keeps_exchange:
             options.pop("exchange")
