@@ -37,6 +37,13 @@ def without_schedule(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
         set_untracked(optimizer, _learning_rate=rate)
 
 
+def assigned_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The learning rate that was given or assigned to an optimizer as a number; None if it has a schedule or
+    function."""
+    with without_schedule(optimizer) as schedule:
+        return None if schedule is not None else float(optimizer.learning_rate.numpy())
+
+
 def config_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """The configuration of an optimizer, in which a schedule or function of its learning rate is the object itself.
 

@@ -217,7 +217,7 @@ _GIVEN = "tfpar_given"
 
 def follow_rate(copy: keras.optimizers.Optimizer, given: keras.optimizers.Optimizer) -> None:
     """Makes `take_over_rate` give a copy, and copies of it, what is assigned to the learning rate of the original."""
-    known = vars(given).get(_GIVEN) or _Given(given, _assigned_rate(given))
+    known = vars(given).get(_GIVEN) or _Given(given, keras_rates.assigned_rate(given))
     keras_internals.set_untracked(copy, **{_GIVEN: known})
 
 
@@ -228,15 +228,10 @@ def take_over_rate(copies: Sequence[keras.optimizers.Optimizer]) -> None:
     """
     for copy in copies:
         given = vars(copy).get(_GIVEN)
-        rate = _assigned_rate(given.optimizer) if given else None
-        if rate is not None and rate != given.rate and _assigned_rate(copy) is not None:
+        rate = keras_rates.assigned_rate(given.optimizer) if given else None
+        if rate is not None and rate != given.rate and keras_rates.assigned_rate(copy) is not None:
             copy.learning_rate = rate
             keras_internals.set_untracked(copy, **{_GIVEN: _Given(given.optimizer, rate)})
-
-
-def _assigned_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    with keras_rates.without_schedule(optimizer) as schedule:
-        return None if schedule is not None else float(optimizer.learning_rate.numpy())
 
 
 def _from_own_config(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -65,3 +65,17 @@ def test_a_relative_rate_counts_once_in_a_resumed_epoch(has_schedule, tmp_path):
 
     fit(stop_after=EPOCH + 1)
     assert float(fit().optimizer.learning_rate.numpy()) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("rate", [lambda: 0.1, keras.optimizers.schedules.PiecewiseConstantDecay([EPOCH], [0.1, 0.2])])
+def test_a_run_whose_rate_is_a_function_resumes_within_an_epoch(rate, tmp_path):
+    """There is no number in it that a callback could have set."""
+
+    def fit(**options) -> Recorder:
+        recorder = Recorder()
+        trainer = trainer_of(plain, keras.optimizers.SGD(rate), workdir=str(tmp_path), **options)
+        trainer.fit(source(), steps=2 * EPOCH, callbacks=[recorder])
+        return recorder
+
+    fit(stop_after=EPOCH + 1)
+    assert len(fit().epoch_ends()) == 1

@@ -11,7 +11,7 @@ from tfpar.cluster import failure
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
-from tfpar.optim import keras_internals
+from tfpar.optim import keras_internals, keras_rates
 from tfpar.parallel.topology import Topology
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.history import evaluation_logs
@@ -211,11 +211,11 @@ class KerasCallbacks:
 
     def _begin_again(self, epoch: int) -> None:
         """Begins the epoch in which a run resumes, at the rate that callbacks have already given it: those that change
-        the rate relative to the previous one would do so twice."""
+        the rate relative to the previous one would do so twice. A schedule or function is none of theirs."""
         optimizer = self._program.optimizer
-        resumed = optimizer.learning_rate.numpy()
+        resumed = keras_rates.assigned_rate(optimizer)
         self._callbacks.on_epoch_begin(epoch)
-        if optimizer.learning_rate.numpy() != resumed:
+        if resumed is not None and keras_rates.assigned_rate(optimizer) != resumed:
             optimizer.learning_rate = resumed
 
     def _train_logs(self) -> dict[str, Any]:
