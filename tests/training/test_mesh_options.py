@@ -154,3 +154,13 @@ def test_sharded_weights_of_models_with_few_large_ones(build, divided_weights):
 
     alone, shared = predictions(strategy="one_device"), predictions(strategy="mirrored", devices=2, shard="weights")
     np.testing.assert_allclose(shared, alone, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_owners_refuse_models_that_assign_weights(shard):
+    """They would update values from before the assignment."""
+    normed = keras.layers.SpectralNormalization(keras.layers.Dense(4), name="normed")
+    model = keras.Sequential([keras.Input((2,)), normed, keras.layers.Dense(1)])
+    trainer = tfpar.Trainer(model, "sgd", "mse", global_batch_size=8, strategy="mirrored", devices=2, shard=shard)
+    with pytest.raises(ConfigError, match=rf"--shard={shard}: the model assigns \S*kernel in its forward pass"):
+        trainer.fit(np.ones((16, 2), np.float32), np.ones((16, 1), np.float32), steps=1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.checkpoint.names import without_counts
@@ -67,12 +67,8 @@ class OwnShare:
     ) -> None:
         if tf.distribute.has_strategy():
             raise RuntimeError("make a worker's share outside of the strategy's scope, in which variables are mirrored")
-        if assigned:
-            raise ConfigError(
-                f"--shard={config.train.shard}: the model assigns {variables[assigned[0]].path} in its forward pass "
-                "(as SpectralNormalization does), so that no single worker can own it. Use --shard=none."
-            )
-        self.variables = list(variables)
+        self.variables, self._shard = list(variables), config.train.shard
+        self.check_assigned(assigned)
         self.scatters, self._micro_batches = config.train.shard == "gradients", config.train.accumulate_steps
         self._in_stages = topology.pipeline_devices > 1
         exchange = specs.parse(config.exchange.exchange if topology.data_workers > 1 else "none")
@@ -119,6 +115,22 @@ class OwnShare:
             _log.info("%s", share.describe())
             spec.tell_of_lost_state(f"--shard={config.train.shard} divides the state from the beginning")
         return share
+
+    def check_assigned(self, assigned: Collection[int]) -> None:
+        """Refuses models that assign weights themselves.
+
+        Args:
+          assigned: Indices of trainable variables that the model assigns: float8 layers, as is known before the first
+            step, or a forward pass, as is known when a step is traced.
+
+        Raises:
+          ConfigError: There are any.
+        """
+        if assigned:
+            raise ConfigError(
+                f"--shard={self._shard}: the model assigns {self.variables[min(assigned)].path} in its forward pass "
+                "(as SpectralNormalization does), so that no single worker can own it. Use --shard=none."
+            )
 
     @property
     def replicas(self) -> list[ReplicaShare]:

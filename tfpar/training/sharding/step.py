@@ -69,7 +69,8 @@ class ShardedStep(TrainStep):
         lr_multiplier: tf.Tensor,
         wants_norm: tf.Tensor | None,
     ) -> Reduced:
-        del norm, assigned  # the norm is that of the sums; a model that assigns weights is refused
+        del norm  # it is that of the sums
+        self._share.check_assigned(assigned)
         weights = replica.read(self.core.model.trainable_variables)
         weights, vector, norm = self.exchange.update_shards(
             gradients,
