@@ -196,6 +196,17 @@ def test_saved_names_are_matched_whatever_else_was_named():
     }
 
 
+def test_parts_of_one_variable_have_the_names_of_worker_0():
+    """Keras counts names over a whole process. What differs otherwise is another model."""
+    first = ["model/sequential/dense/kernel", "model/sequential/dense/bias", "optimizer/iteration"]
+    second = ["model/sequential_3/dense_7/kernel", "model/sequential_3/dense_7/bias", "optimizer/iteration"]
+    assert names.common_names([first, second]) == first
+    with pytest.raises(ConfigError, match=r"on worker 1 than on worker 0: 'model/net/head' is 'model/net/body' there"):
+        names.common_names([["model/net/body"], ["model/net/head"]])
+    with pytest.raises(ConfigError, match=r"on worker 2 .* 'model/extra'"):
+        names.common_names([["model/a"], ["model/a"], ["model/a", "model/extra"]])
+
+
 def test_each_of_several_weights_with_one_path_has_a_digest():
     weights = twins(1).weights
     (digests,) = summary.weight_digests(strategy_of(1), weights)

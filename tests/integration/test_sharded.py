@@ -230,8 +230,10 @@ def test_rows_and_columns_of_adafactor_are_resumed_to_the_same_bits(shard, tmp_p
 
 @pytest.mark.cluster
 def test_sharded_weights_are_resumed_and_exported(tmp_path):
-    """Each worker writes its own parts of weights and optimizer state; those of frozen weights are one file of each."""
-    weights_once = resumed(tmp_path, {"shard": "weights", "steps": 12, "trainable": "second|last"})
+    """Each worker writes its own parts of weights and optimizer state, under the same names; those of frozen weights
+    are one file of each."""
+    weights_once = resumed(tmp_path, {"shard": "weights", "steps": 12, "trainable": "second|last", "ahead": 1})
+    assert any(name.startswith("sequential_1/") for name in weights_once[1])
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
     first, second = (path.stat().st_size for path in sorted(newest.glob("state-0*-of-00002.safetensors")))
     large = 3 * 4 * 72 * 97  # with two moments

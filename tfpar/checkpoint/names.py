@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from tfpar.config import ConfigError
 
 V = TypeVar("V")
 _POSITION = re.compile(r"#(\d+)$")  # of a name whose path repeats
@@ -44,6 +47,27 @@ def _path_of(name: str) -> str:
 def without_counts(name: str) -> str:
     """The path in a name without Keras' counts, as in `dense_1`: it counts over all models of a process."""
     return _COUNT.sub("", _path_of(name))
+
+
+def common_names(names: Sequence[Sequence[str]]) -> list[str]:
+    """The names under which workers save parts of the same variables: those of worker 0.
+
+    Args:
+      names: By worker, the names of its variables in order. They may differ in Keras' counts.
+
+    Raises:
+      ConfigError: They differ otherwise; names the first that does.
+    """
+    first = list(names[0])
+    for worker, own in enumerate(names):
+        pairs = itertools.zip_longest(first, own, fillvalue="no other")
+        if other := next((pair for pair in pairs if without_counts(pair[0]) != without_counts(pair[1])), None):
+            raise ConfigError(
+                f"--workdir: the workers save parts of one model, whose variables have other names on worker {worker} "
+                f"than on worker 0: {other[1]!r} is {other[0]!r} there. Build the same model on every worker, and give "
+                "its layers the same names."
+            )
+    return first
 
 
 def saved_names(variables: Iterable[str], saved: Iterable[str]) -> dict[str, str]:

@@ -71,12 +71,15 @@ def data(spoiled: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpar.Trainer:
-    """Trains the model on the same examples from the same seed; `stop_after` and `workdir` are among the options."""
-    steps, spoiled = options.pop("steps", STEPS), options.pop("spoiled", None)
+    """Trains the model on the same examples from the same seed; `stop_after` and `workdir` are among the options, and
+    as `ahead` the worker that has made another model before, so that Keras gives its layers other names."""
+    steps, spoiled, ahead = options.pop("steps", STEPS), options.pop("spoiled", None), options.pop("ahead", None)
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
     if runtime is None:
         runtime = tfpar.initialize(config)
     keras.utils.clear_session(free_memory=False)
+    if ahead == runtime.topology.worker:
+        keras.Sequential()
     keras.config.set_dtype_policy(config.precision.precision)
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(

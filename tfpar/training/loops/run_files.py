@@ -11,6 +11,7 @@ from tfpar import inputs, precision
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
 from tfpar.checkpoint.arrays import Part, SavedArrays
+from tfpar.checkpoint.names import common_names
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ExperimentConfig
 from tfpar.guards.bad_examples import SkippedExampleLog
@@ -27,6 +28,7 @@ from tfpar.training.loops.state import LoopState
 from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.program import Program
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -65,6 +67,7 @@ class RunFiles:
         self._plateau = plateau
         self._message = message
         self._told_of_bad_state = False
+        self._names: list[str] | None = None  # those of worker 0, if they differ between workers
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         # The first workers that have all weights between them write them, each its parts.
@@ -166,9 +169,11 @@ class RunFiles:
           agreement: The agreement between the workers.
 
         Raises:
-          ConfigError: A checkpoint of other data, another model or optimizer, or another kind of strategy.
+          ConfigError: A checkpoint of other data, another model or optimizer, or another kind of strategy; workers that
+            are to write parts of one model have different ones.
         """
         program = self._program
+        self._agree_on_names(agreement)
         scale = precision.initial(program.config.precision) if program.topology.synchronous else None
         checkpoint = resume.newest(self._checkpointer, agreement) if self._checkpointer else None
         if checkpoint is None:
@@ -215,11 +220,22 @@ class RunFiles:
             stopped_by=stopped_by,
         )
 
+    def _agree_on_names(self, agreement: WorkerAgreement) -> None:
+        if self._checkpointer and self._program.topology.parts_on_workers:
+            own = list(self._program.checkpoint_variables())
+            self._names = None if agreement.all_equal(own) else common_names(agreement.gather(own))
+
+    def _variables(self) -> dict[str, keras.Variable]:
+        """`Program.checkpoint_variables`, under the same names on every worker that writes parts of them: Keras counts
+        names over a whole process, and one worker may have built more models before."""
+        variables = self._program.checkpoint_variables()
+        return dict(zip(self._names, variables.values(), strict=True)) if self._names else variables
+
     def _weights(self) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
         """Copies of the variables, or parts of them, that this worker writes, and which of them are parts."""
         if not self._writes_weights:
             return {}, {}
-        variables = self._program.checkpoint_variables()
+        variables = self._variables()
         if not self._program.topology.parts_on_workers:
             return run_state.snapshot(variables), {}
         return run_state.snapshot_here(variables, first=self._program.topology.is_chief)
@@ -229,12 +245,12 @@ class RunFiles:
         frozen = {id(weight) for weight in frozen_weights(self._program.model)}
         if not frozen:
             return None
-        variables = self._program.checkpoint_variables()
+        variables = self._variables()
         return {name for name in arrays if id(variables[name]) in frozen}
 
     def _needed_files(self, arrays: SavedArrays) -> set[str]:
         """The files of a checkpoint that hold this worker's variables."""
-        return run_state.files_to_read(self._program.checkpoint_variables(), arrays)
+        return run_state.files_to_read(self._variables(), arrays)
 
     def _restore_exchange(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
         """Restores the pending residuals of the exchange."""
@@ -267,7 +283,7 @@ class RunFiles:
         """Restores the common variables and this worker's share, whatever the shares of the saved run were."""
         assert self._checkpointer is not None
         program, own = self._program, checkpoint.exchange
-        share, variables = program.share, program.checkpoint_variables()
+        share, variables = program.share, self._variables()
         if share is None and run.get("shard", "none") == "none":
             run_state.restore(variables, checkpoint.arrays, run["variables"])
             return
@@ -302,7 +318,7 @@ class RunFiles:
         scale = state.loss_scale
         return {
             "seed": program.config.train.seed,
-            "variables": list(program.checkpoint_variables()),
+            "variables": list(self._variables()),
             "optimizer_options": program.optimizer_options,
             "input": {
                 "step": state.step,
