@@ -116,3 +116,13 @@ def test_shares_of_weights_with_one_path_are_told_apart(optimizer):
     seen = [(piece.index, slot.numpy()) for replica in target.replicas for _, piece, slot in replica.slots()]
     assert len(seen) >= 6
     assert all((value == index + 1.0).all() for index, value in seen)
+
+
+def test_shares_of_workers_whose_names_have_other_counts_make_a_whole():
+    exports = [
+        {"shard/0/0/optimizer/adam/dense_kernel_momentum": np.arange(4.0)},
+        {"shard/0/4/optimizer/adam_1/dense_2_kernel_momentum": np.arange(4.0, 6.0)},
+    ]
+    whole = whole_arrays(exports, [(2, 3)])
+    assert [*whole] == [("optimizer/adam/dense_kernel_momentum", 0)]
+    np.testing.assert_array_equal([*whole.values()], [np.arange(6.0).reshape(2, 3)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from tfpar.checkpoint.names import without_counts
 from tfpar.exchange.sharding.shards import joined
 from tfpar.parallel.division import Split
 
@@ -65,18 +66,21 @@ def whole_arrays(
 ) -> dict[tuple[str, int], np.ndarray]:
     """State of whole weights by name and index of the weight, assembled from the exports of all workers.
 
-    The paths of weights, and so the names of their state, may repeat; indices do not.
+    The paths of weights, and so the names of their state, may repeat; indices do not. Of names that differ between
+    workers in Keras' counts, the first counts.
 
     Args:
       exports: The export of each worker.
       shapes: Shapes of the weights.
     """
     pieces: dict[tuple[str, int], dict[Part, dict[int, np.ndarray]]] = {}
+    first: dict[tuple[str, int], str] = {}
     for export in exports:
         for key, array in export.items():
             if is_share(key) and key != SHARED:
                 text, begin, name = key.removeprefix(_PREFIX).split("/", 2)
                 part = Part.named(text)
+                name = first.setdefault((without_counts(name), part.index), name)
                 pieces.setdefault((name, part.index), {}).setdefault(part, {})[int(begin)] = array
     return {(name, index): _whole(found, shapes[index]) for (name, index), found in pieces.items()}
 
