@@ -18,7 +18,6 @@ from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.export import export_model
-from tfpar.checkpoint.names import names_of
 from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
@@ -46,19 +45,15 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
     ]
 
 
-def weight_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[dict[str, str]]:
-    """SHA-256 of each weight by its name in a checkpoint, for every replica of this process, as in `replica_digests`.
+def weight_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[list[str]]:
+    """SHA-256 of each weight, in order, for every replica of this process, as in `replica_digests`.
 
     Args:
       strategy: The strategy that the weights were created under.
       weights: The trainable weights.
     """
-    names = names_of(weights)
     return [
-        {
-            name: run_state.sha256_of_blocks([(name, whole_blocks(weight, copy))])
-            for name, weight in zip(names, weights, strict=True)
-        }
+        [run_state.sha256_of_blocks([(weight.path, whole_blocks(weight, copy))]) for weight in weights]
         for copy in range(_copies(strategy, weights))
     ]
 

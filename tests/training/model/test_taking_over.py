@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.training.model.test_building import same, source, trainer
 from tfpar.config import ConfigError
 from tfpar.parallel.split import whole
+from tfpar.training.loops.hooks import Hook
 
 import keras
 import numpy as np
@@ -97,3 +98,12 @@ def test_restored_weights_take_the_place_of_averages(replicas, shard):
     plain = model()
     plain.set_weights(kept)
     assert trainer(plain).evaluate(source())["loss"] == pytest.approx(result["eval"]["loss"], rel=1e-5)
+
+
+def test_a_replica_whose_weights_differ_ends_the_run_by_name():
+    def spoil(state):
+        made.model.get_layer("head").kernel.value.values[1].assign_add(np.ones((WIDE, 1), np.float32))
+
+    made = trainer(model(), 2)
+    with pytest.raises(RuntimeError, match=r"differ: 1 of \d+ weights, the first of them 'head/kernel', on a replica"):
+        made.fit(source(), steps=2, hooks=[Hook(2, spoil)])

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from tfpar import inputs
+from tfpar.checkpoint.names import names_of
 from tfpar.config import ConfigError
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
@@ -315,16 +316,27 @@ class SynchronousLoop:
         digests = results.replica_digests(program.strategy, program.model.trainable_variables)
         found = sorted(set(digests))
         if not self._context.agreement.all_equal(found) or len(found) > 1:
-            self._raise_difference()
+            self._compare_each_weight()
         return digests[0]
 
-    def _raise_difference(self) -> NoReturn:
-        """Names the weights that differ between replicas. All workers must call it."""
+    def _compare_each_weight(self) -> None:
+        """Compares weights by their positions. Digests of all weights also differ if Keras counts layers differently on
+        some workers, so that the order of their names does. All workers must call it.
+
+        Raises:
+          RuntimeError: Names the weights that differ between replicas.
+        """
         program = self._context.program
-        own = results.weight_digests(program.strategy, program.model.trainable_variables)
-        every = self._context.agreement.gather(own)
-        first = every[0][0]
-        differing = [path for path in first if any(copy[path] != first[path] for copies in every for copy in copies)]
+        weights = program.model.trainable_variables
+        every = self._context.agreement.gather(results.weight_digests(program.strategy, weights))
+        first, *others = (copy for copies in every for copy in copies)
+        differing = [
+            name
+            for name, digest, *found in zip(names_of(weights), first, *others, strict=True)
+            if any(other != digest for other in found)
+        ]
+        if not differing:
+            return
         workers = [number for number, copies in enumerate(every) if any(copy != first for copy in copies)]
         where = f"worker {', '.join(map(str, workers))}" if len(every) > 1 else "a replica"
         raise RuntimeError(
