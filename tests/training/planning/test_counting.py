@@ -161,6 +161,10 @@ def test_plans_that_a_run_would_refuse(counted):
     assert refused({}, jit_segments=2, jit_compile="auto") == ["data:2,model:2", "micro-batches"]
     plans["shards"] = dataclasses.replace(plans["data:4"], shard="optimizer")
     assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2", "shards"]
+    plans["parts in shards"] = dataclasses.replace(plans["data:2,model:2"], shard="gradients")
+    plans["weights"] = dataclasses.replace(plans["data:4"], shard="weights")
+    assert refused({"elementwise": False, "joins_parts": True}, optimizer="lamb") == ["weights"]
+    assert refused({"synchronizes": True}) == ["weights"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfpar import precision
+from tfpar import models, precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS, build_for_some
@@ -52,6 +52,7 @@ class Facts:
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
       elementwise: Whether the optimizer updates every element independently of the others.
       joins_parts: If not, whether the devices of a model axis put whole tensors together for it.
+      synchronizes: Whether the model synchronises batch statistics between replicas.
       in_groups: Whether it updates weights in groups without XLA.
       compiled: Whether XLA compiles passes.
       compiles_update: Whether XLA compiles the update.
@@ -65,6 +66,7 @@ class Facts:
     compiled: bool
     compiles_update: bool
     joins_parts: bool = False
+    synchronizes: bool = False
     measured: Measured | None = None
 
     @classmethod
@@ -174,6 +176,7 @@ def _facts(
         state_per_weight=state // (_PROBE[0] * _PROBE[1]),
         elementwise=type(created) in ELEMENTWISE,
         joins_parts=type(created) in WHOLE_TENSORS,
+        synchronizes=models.uses_synchronized_statistics(model),
         in_groups=updates_each_alone(created),
         compiled=compiled,
         compiles_update=compiles_update,

@@ -131,6 +131,8 @@ def _refusals(
         joined = facts.joins_parts and plan.shard != "weights"
         if divided and not joined and not facts.elementwise:
             return "the optimizer needs whole tensors, which are divided over devices"
+        if facts.synchronizes and plan.shard == "weights":
+            return "--shard=weights: the model synchronises batch statistics, which a second forward pass cannot repeat"
         if reason := _refusal_of_assigning(facts.costs, plan):
             return reason
         options = plan.options()
