@@ -13,6 +13,7 @@ from tfpar.config import ConfigError
 V = TypeVar("V")
 _POSITION = re.compile(r"#(\d+)$")  # of a name whose path repeats
 _COUNT = re.compile(r"_\d+")
+_COUNT_WITHIN = re.compile(r"_\d+(?!\d*$)")
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:
@@ -47,6 +48,11 @@ def _path_of(name: str) -> str:
 def without_counts(name: str) -> str:
     """The path in a name without Keras' counts, as in `dense_1`: it counts over all models of a process."""
     return _COUNT.sub("", _path_of(name))
+
+
+def state_without_counts(name: str) -> str:
+    """The same of the state of a weight: a number at the end belongs to the name of the state, as in `momentum_2`."""
+    return _COUNT_WITHIN.sub("", _path_of(name))
 
 
 def common_names(names: Sequence[Sequence[str]]) -> list[str]:

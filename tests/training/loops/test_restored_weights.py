@@ -120,9 +120,10 @@ def test_shares_of_weights_with_one_path_are_told_apart(optimizer):
 
 def test_shares_of_workers_whose_names_have_other_counts_make_a_whole():
     exports = [
-        {"shard/0/0/optimizer/adam/dense_kernel_momentum": np.arange(4.0)},
-        {"shard/0/4/optimizer/adam_1/dense_2_kernel_momentum": np.arange(4.0, 6.0)},
+        {f"shard/0/0/optimizer/own/dense_kernel_slot_{number}": number * np.arange(4.0) for number in (1, 2)},
+        {f"shard/0/4/optimizer/own_1/dense_2_kernel_slot_{number}": number * np.arange(4.0, 6.0) for number in (1, 2)},
     ]
     whole = whole_arrays(exports, [(2, 3)])
-    assert [*whole] == [("optimizer/adam/dense_kernel_momentum", 0)]
-    np.testing.assert_array_equal([*whole.values()], [np.arange(6.0).reshape(2, 3)])
+    assert [*whole] == [(f"optimizer/own/dense_kernel_slot_{number}", 0) for number in (1, 2)]
+    expected = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal([*whole.values()], [expected, 2.0 * expected])

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfpar.checkpoint.names import without_counts
+from tfpar.checkpoint.names import state_without_counts
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange import spec as specs
@@ -253,7 +253,7 @@ class OwnShare:
         wrong = []
         for place, name, piece, variable, fill in self._state():
             if known is not None:
-                variable.assign(known[without_counts(place.part_of(piece, variable).key(piece.begin, name))])
+                variable.assign(known[state_without_counts(place.part_of(piece, variable).key(piece.begin, name))])
             elif name != WEIGHTS:
                 value = place.of_whole(read(name, place.parts[piece.index].index), piece, variable, fill)
                 if value is None:
@@ -269,7 +269,7 @@ class OwnShare:
     def fits(self, own: Mapping[str, np.ndarray]) -> bool:
         """Whether a worker exported exactly the share that this one has."""
         shapes = {
-            without_counts(place.part_of(piece, variable).key(piece.begin, name)): tuple(variable.shape)
+            state_without_counts(place.part_of(piece, variable).key(piece.begin, name)): tuple(variable.shape)
             for place, name, piece, variable, _ in self._state()
         }
         return shapes == {key: array.shape for key, array in _by_key(own).items()}
@@ -307,7 +307,7 @@ def _places(weights: Sequence[keras.Variable], devices: Sequence[str], divided: 
 
 def _by_key(export: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays of an export; without Keras' counts, which are others for the next optimizer of a process."""
-    return {without_counts(name): array for name, array in export.items() if is_share(name) and name != SHARED}
+    return {state_without_counts(name): array for name, array in export.items() if is_share(name) and name != SHARED}
 
 
 def _check_all_can_be_in_pieces(weights: Sequence[keras.Variable], shard: str) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.arrays import SavedArrays
-from tfpar.checkpoint.names import occurrences, without_counts
+from tfpar.checkpoint.names import occurrences, state_without_counts, without_counts
 from tfpar.optim.keras_whole import paths_of_rows_and_columns
 from tfpar.parallel.split import assign_whole, shape_of
 from tfpar.training.sharding.optimizer import OwnShare
@@ -67,11 +67,11 @@ def restore_shares(
         if index in exact:
             assign_whole(weights[index], exact[index])
     if share is not None:
-        known = {(without_counts(name), index): value for (name, index), value in pieces.items()}
+        known = {(state_without_counts(name), index): value for (name, index), value in pieces.items()}
 
         def read(name: str, index: int) -> np.ndarray | None:
-            if (without_counts(name), index) in known:
-                return known[without_counts(name), index]
+            if (state_without_counts(name), index) in known:
+                return known[state_without_counts(name), index]
             found = there.find(name, index)
             return None if found is None else saved[found]
 
@@ -101,13 +101,13 @@ class _StateNames:
         self._known = occurrences(names)
         self._alike: dict[str, list[str]] = {}
         for name in names:
-            self._alike.setdefault(without_counts(name), []).append(name)
+            self._alike.setdefault(state_without_counts(name), []).append(name)
         self._twins = _before({index: weights[index].path for index in sorted(included)})
         self._similar = _before({index: without_counts(weights[index].path) for index in sorted(included)})
         self._same = collections.Counter(without_counts(weights[index].path) for index in included)
         self._paths = [without_counts(weight.path) for weight in weights]
         paths = {
-            (f"optimizer/{without_counts(name)}", index): f"optimizer/{without_counts(path)}"
+            (f"optimizer/{state_without_counts(name)}", index): f"optimizer/{state_without_counts(path)}"
             for (name, index), path in paths_of_rows_and_columns(optimizer, weights).items()
         }
         counts = _before({key: path for key, path in paths.items() if key[1] in self._twins})
@@ -118,7 +118,7 @@ class _StateNames:
         none."""
         if index not in self._twins:
             return None
-        key = without_counts(name), index
+        key = state_without_counts(name), index
         if key in self._rows_and_columns:
             path, number = self._rows_and_columns[key]
             names = self._alike.get(path, [])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from tfpar.checkpoint.names import without_counts
+from tfpar.checkpoint.names import state_without_counts
 from tfpar.exchange.sharding.shards import joined
 from tfpar.parallel.division import Split
 
@@ -80,7 +80,7 @@ def whole_arrays(
             if is_share(key) and key != SHARED:
                 text, begin, name = key.removeprefix(_PREFIX).split("/", 2)
                 part = Part.named(text)
-                name = first.setdefault((without_counts(name), part.index), name)
+                name = first.setdefault((state_without_counts(name), part.index), name)
                 pieces.setdefault((name, part.index), {}).setdefault(part, {})[int(begin)] = array
     return {(name, index): _whole(found, shapes[index]) for (name, index), found in pieces.items()}
 
