@@ -22,19 +22,18 @@ def test_a_missing_loss_is_named():
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments"),
+    ("arguments", "message"),
     [
-        ({}, {"steps": 3, "epochs": 1.0}),
-        ({}, {}),
-        ({}, {"steps": 0}),
-        ({}, {"epochs": 0.0}),
-        ({}, {"epochs": 0.01}),  # less than one step
+        ({"steps": 3, "epochs": 1.0}, r"give --steps or --epochs, one of them \(got steps=3, epochs=1\.0\)"),
+        ({}, r"give --steps or --epochs, one of them"),
+        ({"steps": 0}, "--steps=0: that is 0 steps; at least one"),
+        ({"epochs": -1}, "--epochs=-1: that is -"),
+        ({"epochs": 0.01}, r"--epochs=0\.01: that is 0 steps"),  # less than one
     ],
 )
-def test_steps_or_epochs_one_of_them(options, arguments):
-    trainer = trainer_of(**options)
-    with pytest.raises(ConfigError, match=r"--steps.*--epochs"):
-        trainer.fit(source(), **arguments)
+def test_steps_or_epochs_one_of_them(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of().fit(source(), **arguments)
 
 
 def test_steps_and_epochs_in_the_options_contradict():
