@@ -60,10 +60,6 @@ class Original:
         for variable, counterpart in zip(self.model.weights, _counterparts(self.model, self.copy), strict=True):
             vars(counterpart)[_GIVEN] = variable
 
-    @property
-    def _shapes(self) -> list[Any]:
-        return [value.shape for value in self._values]
-
     def _note_values(self) -> None:
         # A tensor that was read shares the memory of its variable until another value is assigned.
         self._values = [tf.convert_to_tensor(variable.value) for variable in self.model.weights]
@@ -75,7 +71,8 @@ class Original:
           ConfigError: The model has other weights than its copy.
         """
         flags = _trainable_flags(self.model)
-        if len(flags) != len(self._flags) or [each.shape for each in self.model.weights] != self._shapes:
+        shapes = [[each.shape for each in every] for every in (self.model.weights, self._values)]
+        if len(flags) != len(self._flags) or shapes[0] != shapes[1]:
             raise ConfigError(
                 f"model {self.model.name!r} has other layers or weights than when the Trainer was made, which trains a "
                 "copy of it. Create a new Trainer for it; for adapters, the option lora= adds them to both."

@@ -255,9 +255,8 @@ class DividedShardedStep(ShardedStep, DividedStep):
         """See `ShardedStep`. The devices of a replica own the same tensors of those that they divide."""
         if place.elementwise or not place.divided:
             return None
-        program = number * self._share.programs + place.program
-        on = lambda _: self._axis.on(program, place.stage)  # noqa: E731
-        return DealtTensors(place.replicas[number].optimizer, self._axis.size, on)
+        axis, program = self._axis, number * self._share.programs + place.program
+        return DealtTensors(place.replicas[number].optimizer, axis.size, lambda _: axis.on(program, place.stage))
 
     def _squares_of_replica(self, found: Sequence[tf.Tensor]) -> tf.Tensor:
         """If layers span workers, all of these have the whole weights, which count once."""

@@ -7,6 +7,7 @@ diverging copies would be different models.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,10 +47,6 @@ class DividedStep(TrainStep):
             self._by_stage[place_of(variable) or 0][model_split_of(variable) is None].append(index)
         weights = enumerate(self.core.model.trainable_variables)
         self._summed = {index for index, variable in weights if has_gradient_in_parts(variable)}
-        self._dealt: DealtTensors | None = None
-        if type(self.optimizer) not in ELEMENTWISE:
-            on_own = lambda weight: axis.on_own_device(place_of(weight) or 0)  # noqa: E731
-            self._dealt = DealtTensors(self.optimizer, axis.size, on_own)
 
     def _replica_step(self, *args: Any) -> StepReport:
         """See `TrainStep`; counts what the device sends to the others."""
@@ -145,6 +142,14 @@ class DividedStep(TrainStep):
                 if whole:
                     squares.append(squared_norm(whole))
         return squares
+
+    @functools.cached_property
+    def _dealt(self) -> DealtTensors | None:
+        """The weights of which the optimizer needs more than a device has, if there may be any."""
+        if type(self.optimizer) in ELEMENTWISE:
+            return None
+        axis = self._axis
+        return DealtTensors(self.optimizer, axis.size, lambda weight: axis.on_own_device(place_of(weight) or 0))
 
     def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
         return super()._pure_apply(*args, **kwargs, whole=self._dealt)
