@@ -15,7 +15,7 @@ import pytest
 
 
 def test_memory_on_one_device():
-    memory = predict_plan(question(on(fused=1.0, fused_in_stages=1.0)), plan()).memory
+    memory = predict_plan(question(on(fused={1: 1.0}, fused_in_stages=1.0)), plan()).memory
     assert memory == dataclasses.replace(
         memory, weights=32 * MB, gradients=32 * MB, state=64 * MB, residuals=0, activations=16 * 80 * MB
     )
@@ -45,7 +45,7 @@ def test_memory_on_one_device():
     ],
 )
 def test_memory_by_hand(wanted, part):
-    machine = on(wanted.mesh.devices, fused=1.0, fused_in_stages=1.0)
+    machine = on(wanted.mesh.devices, fused={1: 1.0}, fused_in_stages=1.0, fleeting={1: 0.0})
     memory = dataclasses.asdict(predict_plan(question(machine), wanted).memory)
     assert {name: memory[name] for name in part} == {name: size * MB for name, size in part.items()}
 
@@ -57,11 +57,13 @@ def test_memory_by_hand(wanted, part):
         (plan(model=2), {}, 16),
         (plan(data=2, shard="optimizer"), {}, 32),  # the new weights
         (plan(data=2, shard="weights"), {}, 16),
-        # New values of weights and state of the five weights that exceed 16 MiB, and an intermediate result; of these
-        # weights, the old values are those of the variables.
-        (plan(data=2), {"compiles_update": False}, 32 - 20 + 3 * 20 + 4),
+        # New values of weights and state of the five weights that exceed 16 MiB, instead of their gradients, and an
+        # intermediate result; of other weights, gradients or old values.
+        (plan(data=2), {"compiles_update": False}, (3 - 1) * 20 + 4),
+        # New weights of the owner, beside all of its gradients; then those of all.
+        (plan(data=2, shard="optimizer"), {"compiles_update": False}, 32 - 16 + 3 * 16 + 2),
         # All 16 MB that a device has; an XLA program cannot change variables of two devices.
-        (plan(pipeline=2), {}, 3 * 16 + 4),
+        (plan(pipeline=2), {}, (3 - 1) * 16 + 4),
         (plan(data=2), {"compiles_update": False, "in_groups": False}, 32 + 6 * 32),
     ],
 )
@@ -97,27 +99,38 @@ def test_an_update_has_the_sums_of_shards():
 
 
 def test_only_compiled_passes_keep_fewer_activations():
-    asked = question(on(2, fused=0.5))
+    asked = question(on(2, fused={1: 0.5}))
     sizes = [
         predict_plan(asked, plan(data=2, shard=shard)).memory.activations
         for shard in ("none", "optimizer", "gradients")
     ]
     assert sizes == [320 * MB, 320 * MB, 640 * MB]
-    stages = question(on(2, fused_in_stages=0.25))
-    assert predict_plan(stages, plan(pipeline=2, micro_batches=8)).memory.activations == (2 * 80 + 3 * 80) * MB // 4
-    # The backward pass of the only micro-batch has all of its activations.
-    assert predict_plan(stages, plan(pipeline=2)).memory.activations == 640 * MB
-    four, sharded = question(on(4, fused_in_stages=0.25)), plan(data=2, pipeline=2, shard="gradients")
-    assert predict_plan(four, dataclasses.replace(sharded, micro_batches=8)).memory.activations == (20 + 30) * MB
+    in_stages = {"fused_in_stages": 0.25, "fleeting": {1: 0.5}}
+    stages = question(on(2, **in_stages))
+    # Two micro-batches in flight, and what the backward pass of one has beside.
+    assert predict_plan(stages, plan(pipeline=2, micro_batches=8)).memory.activations == (2 * 80 // 4 + 80 // 2) * MB
+    assert predict_plan(stages, plan(pipeline=2)).memory.activations == (640 // 4 + 640 // 2) * MB
+    four, sharded = question(on(4, **in_stages)), plan(data=2, pipeline=2, shard="gradients")
+    assert predict_plan(four, dataclasses.replace(sharded, micro_batches=8)).memory.activations == (20 + 20) * MB
     assert predict_plan(question(on(2), compiled=False), plan(pipeline=2)).memory.activations == 640 * MB
+
+
+def test_a_stage_that_computes_blocks_again_keeps_their_inputs_and_a_compiled_block():
     recomputed = plan(pipeline=2, recompute="blocks")
-    whole = question(on(2, fused_in_stages=1.0))
-    assert predict_plan(stages, recomputed).memory == predict_plan(whole, recomputed).memory
+    one, another = (question(on(2, fused={1: 0.5}, fused_in_stages=each)) for each in (0.25, 1.0))
+    assert predict_plan(one, recomputed).memory == predict_plan(another, recomputed).memory
+    assert predict_plan(one, recomputed).memory.activations == 16 * (4 * 1 + 10 // 2) * MB
+
+
+def test_fractions_depend_on_the_number_of_examples():
+    machine = on(fused={2: 0.5, 8: 1.0}, fleeting={4: 0.25})
+    assert [machine.fused_for(each) for each in (1, 2, 5, 8)] == pytest.approx([0.5, 0.5, 0.9, 1.0])
+    assert [machine.fleeting_for(each) for each in (1, 4, 64)] == pytest.approx([0.25] * 3)
 
 
 def test_layers_whose_weights_are_sharded_are_computed_again():
     """A layer's whole weights exist with their gradients and those of the layer behind it."""
-    asked = question(on(2, fused=0.5))
+    asked = question(on(2, fused={1: 0.5}))
     blocks, sharded, both = (
         predict_plan(asked, plan(data=2, **options)).memory
         for options in (
@@ -149,7 +162,7 @@ def test_one_block_alone_gains_nothing_from_being_computed_again():
 def test_gpipe_keeps_the_activations_of_all_micro_batches():
     sizes = [
         predict_plan(
-            question(on(2, fused=1.0, fused_in_stages=1.0), schedule=each), plan(pipeline=2, micro_batches=8)
+            question(on(2, fused_in_stages=1.0, fleeting={1: 0.0}), schedule=each), plan(pipeline=2, micro_batches=8)
         ).memory.activations
         for each in ("1f1b", "gpipe")
     ]
@@ -218,10 +231,11 @@ def test_cpus_hold_batches_and_examples():
 
 
 def test_an_exchange_has_sums_beside_gradients():
-    """Of each device, or once for the replicas of a worker that share its memory."""
+    """Of each device. The replicas of a CPU sum one tensor after the other, and free what they have summed."""
     gpus, cpus = question(on(2)), question(on(2, shares_memory=True))
     sizes = [predict_plan(asked, plan(data=2)).memory.exchange for asked in (gpus, cpus)]
-    assert sizes == [32 * MB, 16 * MB]
+    assert sizes == [32 * MB, 4 * MB // 2]
+    assert predict_plan(cpus, plan(data=2, shard="gradients")).memory.exchange == 16 * MB
     assert predict_plan(question(on(1, 2, shares_memory=True)), plan(data=2)).memory.exchange == 32 * MB
     assert predict_plan(question(), plan()).memory.exchange == 0
     # Sharded gradients leave for other workers during the backward pass, of stages beside activations.
@@ -249,6 +263,23 @@ def test_devices_that_share_memory_count_their_mean():
     assert (fullest, mean) == (8 * MB, 6 * MB)
     over_workers = question(on(1, 2, shares_memory=True), model=whole)
     assert predict_plan(over_workers, plan(pipeline=2)).memory.weights == 8 * MB
+
+
+def test_replicas_of_a_cpu_share_sums_and_what_owners_send():
+    gpus, cpus = question(on(2)), question(on(2, shares_memory=True))
+    whole, sharded = plan(data=2), plan(data=2, shard="optimizer")
+    sizes = [
+        [getattr(predict_plan(asked, each).memory, name) // MB for asked in (gpus, cpus)]
+        for each, name in ((whole, "summed"), (whole, "weights"), (sharded, "weights"), (sharded, "update"))
+    ]
+    assert sizes == [[32, 16], [32, 32], [32, 16], [32, 16]]
+
+
+def test_gradients_of_an_xla_program_are_added_up_before_they_are_exchanged():
+    asked = question(on(2), model=stack(weight=500 * MB), compiles_update=True)
+    memory = predict_plan(asked, plan(data=2, micro_batches=16)).memory
+    assert memory.accumulated == 500 * MB > memory.activations
+    assert memory.size == memory.lasting + memory.gradients + memory.exchange
 
 
 def test_replicas_share_initial_values_until_the_first_update():

@@ -322,7 +322,7 @@ def test_a_thousand_devices_on_paper():
 
 
 def test_what_would_fit_is_named():
-    machine = on(2, memory=760 * MB, fused=1.0)
+    machine = on(2, memory=760 * MB, fused={1: 1.0})
     asked = question(machine, recomputes=("none", "blocks"), shards=("none", "optimizer"))
     with pytest.raises(ConfigError) as caught:
         check_fits(asked, plan(data=2, exchange="none"))

@@ -108,7 +108,7 @@ def test_facts_travel_between_processes(counted, name):
     facts = Facts(costs=counted[name][1], state_per_weight=8, **FLAGS)
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
     rates = Rates(passes={OPS: [Point(1, 1e-9), Point(4, 2e-9, 4e-9)]}, updates={OPS: 1e10}, adding=1e9)
-    measured = dataclasses.replace(facts, measured=Measured(rates, 0.7))
+    measured = dataclasses.replace(facts, measured=Measured(rates, {1: 0.7}))
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(measured)))) == measured
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 
 from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Point, Rates
 from tfpar.process.cores import cores
@@ -13,8 +15,9 @@ from tfpar.training.planning.measuring import Limits, Measured, measure
 
 import keras
 import pytest
+import tensorflow as tf
 
-LIMITS = Limits(examples=64, length=8, memory=1 << 30, stages=True, reports=False)
+LIMITS = Limits(examples=64, share=64, length=8, memory=1 << 30, stages=True, reports=False)
 SLOWER = {PROGRAM: 1.0, STAGES: 1.5, OPS: 2.0}
 
 
@@ -112,6 +115,39 @@ def test_a_pass_that_fails_leaves_the_other_ways(model, timed, monkeypatch, capl
     fails = OPS
     assert measured(model) is None
     assert measuring.assumed("float32").flops > 1e6
+
+
+def test_memory_of_a_share_is_that_of_a_program_which_is_only_compiled(model, timed, monkeypatch):
+    compiled: list[int] = []
+    monkeypatch.setattr(measuring, "_compile", lambda step, model, examples, length: compiled.append(examples))
+    monkeypatch.setattr(
+        measuring, "_reported", lambda reports: contextlib.nullcontext(lambda: 4000 * (compiled or [1])[-1])
+    )
+    limits = dataclasses.replace(LIMITS, share=24, reports=True)
+    found = measured(model, limits)
+    assert compiled == [24]
+    kept = sum(layer.kept for layer in count_model(model, [], length=8).whole)
+    assert found.fused == pytest.approx({1: 4000 / kept, 8: 500 / kept, 24: 4000 / kept, 64: 62.5 / kept})
+    assert [*found.fused] == [1, 8, 24, 64]
+    assert {*found.fleeting} == {1, 8, 64}
+    assert Measured.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    for others in ({"share": 8}, {"reports": False}):
+        measured(model, dataclasses.replace(limits, **others))
+    assert compiled == [24]
+
+
+def test_tracing_and_compiling_do_not_count(monkeypatch):
+    """However long they take: a first call that took over 10 s was taken for a slow pass."""
+    clock = iter([100.0, 100.25, 200.0, 201.5, 300.0, 300.5])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
+    calls: list[int] = []
+
+    def call() -> tf.Tensor:
+        calls.append(1)
+        return tf.zeros([])
+
+    assert measuring._fastest(call)[0] == 0.25
+    assert len(calls) == 1 + 2  # the two that are timed take more than a second together
 
 
 def test_slow_ways_are_left_out(model, timed, monkeypatch):

@@ -97,6 +97,10 @@ def _interpolated(points: Sequence[tuple[int, float]], at: float) -> float:
     return last[1] + (at - last[0]) * slope
 
 
+def _fraction(fractions: Mapping[int, float], examples: int) -> float:
+    return _interpolated([(each, fraction * each) for each, fraction in fractions.items()], examples) / examples
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """Workers with the same devices.
@@ -115,8 +119,10 @@ class Machine:
       memory_bandwidth: Bytes per second that sums over devices read and write.
       within: The link between the devices of a worker.
       between: The link between the workers.
-      fused: Bytes of activations in a compiled pass, as a fraction of those that its graph keeps; see `memory`.
-      fused_in_stages: The same in passes that are a program each.
+      fused: Bytes of activations in a compiled pass, as a fraction of those that its graph keeps, by the number of
+        examples, ascending; see `memory`.
+      fused_in_stages: The same in passes that are a program each, for all numbers of examples.
+      fleeting: What the backward program of such passes holds beside, as `fused`.
       shares_memory: Whether the devices of a worker share its memory, as those of a CPU do.
     """
 
@@ -131,14 +137,23 @@ class Machine:
     memory_bandwidth: float = 8e9
     within: Link = _WITHIN
     between: Link = _BETWEEN
-    fused: float = 0.7
+    fused: Mapping[int, float] = dataclasses.field(default_factory=lambda: {1: 0.7})
     fused_in_stages: float = 0.5
+    fleeting: Mapping[int, float] = dataclasses.field(default_factory=lambda: {1: 0.2})
     shares_memory: bool = False
 
     @property
     def all_devices(self) -> int:
         """Number of devices of all workers."""
         return self.workers * self.devices
+
+    def fused_for(self, examples: int) -> float:
+        """Returns `fused` for a number of examples, from a straight line between the bytes of others."""
+        return _fraction(self.fused, examples)
+
+    def fleeting_for(self, examples: int) -> float:
+        """Returns `fleeting`, as `fused_for`."""
+        return _fraction(self.fleeting, examples)
 
     @property
     def rates(self) -> Rates:

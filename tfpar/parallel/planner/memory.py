@@ -9,29 +9,32 @@ that one of three phases needs:
   gradients. An XLA program allocates all gradients when it starts, and adds up those of micro-batches in them, tensor
   by tensor. Op by op, gradients take the place of activations. A stage has the gradients of a micro-batch beside the
   sums.
-- Exchange: gradients, and their sums or the buffers in which they are put together. Sharded gradients over workers
-  leave while the backward pass goes on: both take the place of activations, or are beside those of a stage. Of sharded
-  weights, those of a layer are whole while it runs, and so are gradients until they have left.
+- Exchange: gradients, and their sums or the buffers in which they are put together; the replicas of a CPU sum one
+  tensor after the other, and free what they have summed. Sharded gradients over workers leave while the backward pass
+  goes on: both take the place of activations, or are beside those of a stage. Of sharded weights, those of a layer are
+  whole while it runs, and so are gradients until they have left.
 - Update: gradients, and the weights before a step whose change is reported, from which its norm is computed, or all
   new weights if they come from the owners of shards. As an XLA program it changes variables in place. Op by op, new
-  values of a group of weights and of their state exist beside the old ones (`pure_apply`), and an intermediate result:
-  the operations of an optimizer write into their inputs where they can.
+  values of a group of weights and of their state exist beside the old ones (`pure_apply`), for which gradients are
+  freed, and an intermediate result: the operations of an optimizer write into their inputs where they can.
 
 XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps, and the
-backward pass of a stage computes again what is cheap to compute, so that the fraction is `Machine.fused_in_stages`; the
-rest exists while the backward pass of a micro-batch runs. Passes without XLA keep all.
+backward pass of a stage computes again what is cheap to compute, so that the fraction is `Machine.fused_in_stages`;
+while that of a micro-batch runs, the fraction `Machine.fleeting` exists beside. Passes without XLA keep all.
 
 The devices of one CPU share its memory, and what exists once in a worker: the sums over its replicas, the weights
-before a step, and, until their first update, initial values. What counts there is the mean of a worker's devices.
+before a step, those that owners of shards send, and, until their first update, initial values. What counts there is the
+mean of a worker's devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tfpar.parallel.planner.costs import Weight
-from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine
+from tfpar.parallel.planner.machine import OPS, PROGRAM, Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
@@ -73,27 +76,28 @@ def memory_of(
     """
     where = _where(plan, machine)
     way = plan.way if compiled else OPS
-    fused = _fused(plan, way, machine)
+    fractions = _fractions(plan, way, machine, examples)
     in_place = compiles_update and replica.way_of_update(plan.shard) == PROGRAM
     copies = 0 if in_place else 1 + state_per_weight // 4
     # The devices of a CPU are updated together, in groups that mix their weights.
     together = copies and machine.shares_memory and not replica.here
     found = []
     for device, weights in enumerate(replica.weights):
-        lasting = _of_weights(weights, plan, way, state_per_weight, where.workers if remembers else 1)
+        lasting = _of_weights(weights, plan, way, state_per_weight, where, remembers=remembers)
         lasting["state"] += sum(weight.size for weight in weights if weight.trainable) * outer_per_weight // 4
         updated = [weight for each in replica.weights for weight in each] if together else weights
         update = _update(updated, plan, where, copies, lasting["state"], in_groups=in_groups)
         found.append(
             Memory(
                 **lasting,
-                activations=_activations(replica, device, plan, examples, schedule, way, fused),
+                activations=_activations(replica, device, plan, examples, schedule, fractions),
                 gathered=_gathered(replica, device, plan),
                 exchange=_exchange(weights, plan, where),
                 update=update // (replica.devices if together else 1),
                 inputs=inputs,
                 one_program=way == PROGRAM and plan.mesh.devices == 1,
                 in_turn=way == OPS,
+                adds_in_place=way == PROGRAM,
                 exchanges_early=plan.shard == "gradients" and where.workers > 1,
             )
         )
@@ -117,11 +121,30 @@ class _Where:
     shares_initial: bool
 
 
-def _fused(plan: Plan, way: str, machine: Machine) -> float:
-    """Returns the fraction of activations that XLA keeps."""
-    if way == STAGES and plan.recompute != "none":
-        return 1.0  # what is kept are the inputs of blocks
-    return {PROGRAM: machine.fused, STAGES: machine.fused_in_stages}.get(way, 1.0)
+class _Fractions(NamedTuple):
+    """Fractions of activations that exist where the graph has all.
+
+    Attributes:
+      kept: Of those that are kept for the backward pass.
+      again: Of those of a block that is computed again.
+      fleeting: Of those of a micro-batch, beside what is kept, while its backward pass runs.
+    """
+
+    kept: float = 1.0
+    again: float = 1.0
+    fleeting: float = 0.0
+
+
+def _fractions(plan: Plan, way: str, machine: Machine, examples: int) -> _Fractions:
+    """Returns the fractions of activations that XLA keeps."""
+    if way == OPS:
+        return _Fractions()
+    fused = machine.fused_for(examples)
+    if way == PROGRAM:
+        return _Fractions(fused, fused)
+    if plan.recompute != "none":
+        return _Fractions(again=fused)  # what a stage keeps are inputs of blocks
+    return _Fractions(machine.fused_in_stages, fleeting=machine.fleeting_for(examples))
 
 
 def _where(plan: Plan, machine: Machine) -> _Where:
@@ -140,7 +163,9 @@ def _mean(of_devices: Sequence[Memory]) -> Memory:
     return dataclasses.replace(of_devices[0], **mean)
 
 
-def _of_weights(weights: Sequence[Weight], plan: Plan, way: str, state_per_weight: int, workers: int) -> dict[str, int]:
+def _of_weights(
+    weights: Sequence[Weight], plan: Plan, way: str, state_per_weight: int, where: _Where, *, remembers: bool
+) -> dict[str, int]:
     """Returns the bytes that depend on the weights of a device."""
     replicas = plan.mesh.data
     size = sum(weight.size for weight in weights)
@@ -150,6 +175,8 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, way: str, state_per_weigh
         state = (state + (trained if plan.shard != "weights" else 0)) // replicas
     if plan.shard == "weights":
         size //= replicas  # frozen weights as well
+    elif plan.shard in _OWN_STATE:
+        size = int(size * where.once)  # what owners send is put together once
     sums = trained // replicas if plan.shard in ("gradients", "weights") else trained
     largest = max((weight.size for weight in weights if weight.trainable), default=0)
     in_stages = plan.mesh.pipeline > 1 and plan.shard == "gradients"
@@ -160,9 +187,9 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, way: str, state_per_weigh
         "weights": size,
         "gradients": sums if plan.shard == "weights" else trained,
         "accumulated": accumulated,
-        "summed": trained // replicas if plan.shard in _OWN_STATE else trained,
+        "summed": trained // replicas if plan.shard in _OWN_STATE else int(trained * where.once),
         "state": state,
-        "residuals": trained + trained // workers if workers > 1 else 0,
+        "residuals": trained + trained // where.workers if remembers and where.workers > 1 else 0,
     }
 
 
@@ -178,8 +205,10 @@ def _exchange(weights: Sequence[Weight], plan: Plan, where: _Where) -> int:
     they are put together."""
     if plan.mesh.data == 1 or plan.shard == "weights":
         return 0
-    trained = sum(weight.size for weight in weights if weight.trainable)
-    return int(trained * where.once)
+    sizes = [weight.size for weight in weights if weight.trainable]
+    if where.shares_initial and where.workers == 1 and plan.shard != "gradients":
+        return int(max(sizes, default=0) * where.once)  # what is summed over the replicas of a worker is freed at once
+    return int(sum(sizes) * where.once)
 
 
 def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: int, state: int, *, in_groups: bool) -> int:
@@ -196,14 +225,19 @@ def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: int, s
     sizes = [weight.size for weight in weights if weight.trainable]
     own = [size // plan.mesh.data if plan.shard in _OWN_STATE else size for size in sizes]
     kept = sum(own if plan.shard == "weights" else sizes)
-    if plan.shard == "none":
+    if plan.shard == "none" and where.shares_initial:
         # In the first step, each replica gets memory of its own, while the last one has that of the initial values.
-        kept = int((kept + (state if where.shares_initial else 0)) * where.once)
+        kept += state
+    if plan.shard != "weights":
+        kept = int(kept * where.once)
     if not copies:
         return kept
     if not in_groups:
         return kept + (copies + _INTERMEDIATE) * sum(own)
     group = _largest_group(own)
+    if plan.shard == "none" and not where.shares_initial:
+        # Gradients go with their groups, so that there are those of later groups and the old weights of earlier ones.
+        return (copies - 1) * group + max(own, default=0)
     # The old values of a group are those that its variables still have.
     return max(0, kept - group) + copies * group + max(own, default=0)
 
@@ -220,10 +254,8 @@ def _largest_group(sizes: Sequence[int]) -> int:
     return largest
 
 
-def _activations(
-    replica: Replica, device: int, plan: Plan, examples: int, schedule: str, way: str, fused: float
-) -> int:
-    """Returns the bytes that a device keeps for backward passes, of which `fused` is the fraction that XLA keeps."""
+def _activations(replica: Replica, device: int, plan: Plan, examples: int, schedule: str, fractions: _Fractions) -> int:
+    """Returns the bytes of activations that a device keeps for backward passes, and that these need."""
     kept = whole = largest = one = 0.0
     for number, stage in enumerate(replica.stages):
         if number % replica.devices != device:
@@ -234,7 +266,5 @@ def _activations(
         whole += stage.kept * examples * flights
         largest = max(largest, again.largest)
         one = max(one, stage.kept * examples)
-    found = fused * min(kept + largest * examples, whole)
-    if way == STAGES:
-        found += (1 - fused) * one
-    return int(found)
+    most = max(fractions.kept, fractions.again) * whole
+    return int(min(fractions.kept * kept + fractions.again * largest * examples, most) + fractions.fleeting * one)

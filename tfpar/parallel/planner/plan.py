@@ -103,6 +103,7 @@ class Memory:
       inputs: Batches that are prepared, and what the source of the examples keeps.
       one_program: Whether passes and update are one XLA program, whose buffers all exist at once. Otherwise activations
         are freed before the update.
+      adds_in_place: Whether passes add up gradients one by one, so that `accumulated` is freed before the exchange.
       in_turn: Whether gradients take the place of activations: in passes op by op.
       exchanges_early: Whether gradients are exchanged while there are activations, unless they take their place.
     """
@@ -119,6 +120,7 @@ class Memory:
     update: int = 0
     inputs: int = 0
     one_program: bool = False
+    adds_in_place: bool = False
     in_turn: bool = False
     exchanges_early: bool = False
 
@@ -151,6 +153,8 @@ class Memory:
         if self.exchanges_early and not self.in_turn:
             return [{**passes, "exchange": self.exchange}, update]
         exchange = {**sums, "exchange": self.exchange}
+        if self.adds_in_place:
+            exchange["accumulated"] = 0
         if not self.in_turn:
             return [passes, exchange, update]
         return [{**passes, "gradients": 0}, exchange, update]

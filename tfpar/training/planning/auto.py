@@ -200,6 +200,7 @@ def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, me
         optimizer=subject.optimizer,
         layout=subject.layout,
         most_examples=config.input.global_batch_size if measures else 0,
+        devices=topology.workers * topology.local_devices,
         workers_here=topology.workers_here,
     )
 

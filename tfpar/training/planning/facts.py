@@ -97,6 +97,7 @@ def find_facts(
     optimizer: OptimizerSpec | None = None,
     layout: Mapping[str, str] | None = None,
     most_examples: int = 0,
+    devices: int = 1,
     workers_here: int = 1,
 ) -> Facts:
     """Counts a model, and measures it.
@@ -108,6 +109,7 @@ def find_facts(
       optimizer: By default the one that the configuration names.
       layout: How layers are divided, see `find_layout`.
       most_examples: Examples of the largest micro-batch to time; 0: time nothing.
+      devices: Devices of all workers.
       workers_here: Workers that share this machine. As many as have cores are busy while one is measured: they share
         the bandwidth of its memory.
 
@@ -120,7 +122,8 @@ def find_facts(
     def find(*, alone: bool = False) -> Facts:
         precision.set_policy(config.precision)
         memory = (device_memory("CPU", busy) or _MEMORY) // 2
-        return _facts(build, config, sizes, spec, layout, most_examples, memory, alone=alone)
+        share = -(-most_examples // devices)
+        return _facts(build, config, sizes, spec, layout, (most_examples, share), memory, alone=alone)
 
     if context.context()._context_handle is None and hasattr(os, "fork"):
         with _beside(busy - 1, find):
@@ -144,21 +147,23 @@ def _facts(
     sizes: Sequence[int],
     spec: OptimizerSpec,
     layout: Mapping[str, str] | None,
-    most_examples: int,
+    examples: tuple[int, int],
     memory: int,
     *,
     alone: bool,
 ) -> Facts:
-    """`find_facts` in this process, which ends afterwards if it is `alone`, with so much memory for passes."""
+    """`find_facts` in this process, which ends afterwards if it is `alone`, with so much memory for passes of
+    `examples`: of the largest micro-batch, and of a batch on each of all devices."""
     model = build if isinstance(build, keras.Model) else build()
     if not isinstance(model, keras.Model) or not model.built:
         raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
     costs = count_model(model, sizes, layout, length=config.input.sequence_length)
     compiled, compiles_update = _compiled(model, config)
     measured = None
-    if most_examples:
+    if examples[0]:
         limits = Limits(
-            examples=most_examples,
+            examples=examples[0],
+            share=examples[1],
             length=config.input.sequence_length,
             memory=memory - 2 * costs.parameters,
             stages=bool(sizes),

@@ -105,8 +105,9 @@ def machine_of(
         memory_bandwidth=_GPU_MEMORY_BANDWIDTH if gpu else defaults.memory_bandwidth,
         within=given.within or (Link(_GPU_MESSAGE_S, _NVLINK) if gpu else defaults.within),
         between=given.between or defaults.between,
-        fused=(measured.fused if measured else 0.0) or defaults.fused,
+        fused=(measured.fused if measured else {}) or defaults.fused,
         fused_in_stages=(measured.fused_in_stages if measured else 0.0) or defaults.fused_in_stages,
+        fleeting=(measured.fleeting if measured else {}) or defaults.fleeting,
         shares_memory=not gpu,
     )
 

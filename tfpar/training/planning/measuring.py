@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _PASSES = 3  # FLOPs of a step over those of the forward pass
 _REPEATS, _ENOUGH_S = 3, 1.0  # calls that are timed, unless fewer take this long
 _SLOW_S, _LONGEST_S = 0.5, 2.0  # a pass of one example that is long enough; the longest of several, about
-_ONCE_S, _BUDGET_S = 10.0, 60.0  # a first call that is not repeated; seconds after which no other way is timed
+_BUDGET_S = 60.0  # seconds after which no other way is timed, and nothing else compiled
 _MOST_EXAMPLES, _LENGTH = 256, 64
 _MOST_KEPT = 1 << 30  # bytes of activations of a pass that is timed
 _Times = tuple[float, float]  # seconds, and processor seconds of all cores
@@ -45,14 +45,16 @@ class Measured:
 
     Attributes:
       rates: Rates of passes and updates.
-      fused: Bytes of activations that an XLA program of both passes holds, as a fraction of those that the graph keeps;
-        0 if that is not known.
-      fused_in_stages: The same of the passes of a stage, of which the first is a program of its own.
+      fused: Bytes of activations that an XLA program of both passes holds, as a fraction of those that the graph keeps,
+        by the number of examples, on which it depends. Empty if that is not known.
+      fused_in_stages: The same of the passes of a stage, of which the first is a program of its own; 0 if not known.
+      fleeting: What the program of the backward pass holds beside, as `fused`.
     """
 
     rates: Rates
-    fused: float = 0.0
+    fused: Mapping[int, float] = dataclasses.field(default_factory=dict)
     fused_in_stages: float = 0.0
+    fleeting: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def flops(self) -> float:
@@ -65,7 +67,11 @@ class Measured:
         """The measurements, from the JSON of `dataclasses.asdict(measured)`."""
         rates = value["rates"]
         passes = {way: [Point(*point) for point in points] for way, points in rates["passes"].items()}
-        return cls(**{**value, "rates": Rates(**{**rates, "passes": passes})})
+        fractions = {
+            name: {int(examples): fraction for examples, fraction in value[name].items()}
+            for name in ("fused", "fleeting")
+        }
+        return cls(**{**value, **fractions, "rates": Rates(**{**rates, "passes": passes})})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,7 @@ class Limits:
 
     Attributes:
       examples: Examples of the largest micro-batch.
+      share: Examples of a batch on a device that has the whole model.
       length: Length of dimensions of inputs that are not known.
       memory: Bytes that activations may take.
       stages: Whether there may be pipelines.
@@ -82,6 +89,7 @@ class Limits:
     """
 
     examples: int
+    share: int
     length: int
     memory: int
     stages: bool
@@ -118,25 +126,36 @@ def measure(
     most = min(_MOST_EXAMPLES, limits.examples, int(max(kept, min(_MOST_KEPT, limits.memory)) / max(kept, 1.0)))
     ways = [OPS, PROGRAM, *([STAGES] if costs.crossing and limits.stages else [])] if compiled else [OPS]
     passes: dict[str, list[Point]] = {}
-    fused = fused_in_stages = 0.0
+    memory: dict[str, Any] = {}
     deadline = time.perf_counter() + _BUDGET_S
     with _reported(compiled and limits.reports) as temporaries:
         for way in ways:
             if passes and time.perf_counter() > deadline:
                 break
+            step = _step(model, way)
             try:
-                timed = _timed_passes(step := _step(model, way), model, most, limits.length)
+                times, held = _timed_passes(step, model, most, limits.length, temporaries)
             except Exception as error:  # of the model, or of XLA
                 _log.warning("a pass could not be timed (%s): %s", way, str(error).partition("\n")[0])
                 break
-            passes[way] = [Point(each, took / flops, busy / flops) for each, (took, busy) in timed.items()]
+            passes[way] = [Point(each, took / flops, busy / flops) for each, (took, busy) in times.items()]
             if way == PROGRAM and kept:
-                fused = temporaries() / (kept * passes[way][-1].examples)
+                # What XLA fuses depends on the number of examples.
+                if limits.reports and limits.share not in held and time.perf_counter() < deadline:
+                    _compile(step, model, limits.share, limits.length)
+                    held[limits.share] = temporaries()
+                memory["fused"] = _fractions(held, kept)
             if way == STAGES and kept:
-                by_stages = _kept_by(step)
-                fused_in_stages = 1.0 if by_stages is None else by_stages / (kept * passes[way][-1].examples)
+                by_stages, last = _kept_by(step), passes[way][-1].examples
+                memory["fused_in_stages"] = 1.0 if by_stages is None else by_stages / (kept * last)
+                memory["fleeting"] = _fractions(held, kept)
         updates, adding = _memory_rates(optimizer, model, [PROGRAM, OPS] if compiles_update else [OPS])
-    return Measured(Rates(passes=passes, updates=updates, adding=adding), fused, fused_in_stages) if passes else None
+    return Measured(Rates(passes=passes, updates=updates, adding=adding), **memory) if passes else None
+
+
+def _fractions(held: Mapping[int, int], kept: float) -> dict[int, float]:
+    """Bytes, by the number of examples, as fractions of those that the graph keeps for an example."""
+    return {examples: size / (kept * examples) for examples, size in sorted(held.items()) if size}
 
 
 def assumed(precision: str) -> Measured:
@@ -157,18 +176,33 @@ def seconds_of_pass(model: keras.Model, examples: int, *, compiled: bool) -> flo
     return _timed(_step(model, PROGRAM if compiled else OPS), model, examples, _LENGTH)[0]
 
 
-def _timed_passes(step: Callable[..., Any], model: keras.Model, most: int, length: int) -> dict[int, _Times]:
+def _timed_passes(
+    step: Callable[..., Any], model: keras.Model, most: int, length: int, temporaries: Callable[[], int]
+) -> tuple[dict[int, _Times], dict[int, int]]:
     """Passes of one example, of as many as do not take too long, and of a number between: small matrices are slower
-    than large ones."""
-    times = {1: _timed(step, model, 1, length)}
+    than large ones. Also the temporaries of each."""
+    held: dict[int, int] = {}
+
+    def timed(examples: int) -> _Times:
+        took = _timed(step, model, examples, length)
+        held[examples] = temporaries()
+        return took
+
+    times = {1: timed(1)}
     if times[1][0] > _SLOW_S:
-        return times
+        return times, held
     many = min(most, max(2, int(_LONGEST_S / times[1][0])))
     for examples in sorted({math.isqrt(many) if many > 4 else many, many} - {1}):
         # Noise may make a larger batch seem free.
-        found = [*times.values(), _timed(step, model, examples, length)]
+        found = [*times.values(), timed(examples)]
         times[examples] = max(took for took, _ in found), max(busy for _, busy in found)
-    return times
+    return times, held
+
+
+def _compile(step: Any, model: keras.Model, examples: int, length: int) -> None:
+    """Compiles a pass of so many examples, without running it."""
+    program = step.experimental_get_compiler_ir(*_arguments(model, examples, length))
+    program(stage="optimized_hlo_serialized", device_name="/device:CPU:0")
 
 
 def _step(model: keras.Model, way: str) -> Callable[..., Any]:
@@ -233,25 +267,31 @@ def _loss(model: keras.Model, inputs: Any, weights: Any, state: Any) -> tf.Tenso
 
 def _timed(step: Callable[..., Any], model: keras.Model, examples: int, length: int) -> _Times:
     """The fastest of a few passes."""
+    arguments = _arguments(model, examples, length)
+    return _fastest(lambda: step(*arguments)[0])
+
+
+def _arguments(model: keras.Model, examples: int, length: int) -> tuple[list[tf.Tensor], ...]:
+    """The arguments of `_step`: inputs of zeros, weights, and state."""
     shapes = [[examples, *(size or length for size in tensor.shape[1:])] for tensor in model.inputs]
     inputs = [tf.zeros(shape, tensor.dtype) for shape, tensor in zip(shapes, model.inputs, strict=True)]
     weights, state = (
         [tf.convert_to_tensor(each) for each in variables]
         for variables in (model.trainable_variables, model.non_trainable_variables)
     )
-    return _fastest(lambda: step(inputs, weights, state)[0])
+    return inputs, weights, state
 
 
 def _fastest(call: Callable[[], tf.Tensor]) -> _Times:
-    """The fastest of a few calls, after a first one, unless that takes long."""
+    """The fastest of a few calls, after a first one, in which it is traced and compiled."""
 
     def timed() -> _Times:
         began, worked = time.perf_counter(), time.process_time()
         call().numpy()
         return time.perf_counter() - began, time.process_time() - worked
 
-    first = timed()
-    taken = [first] if first[0] > _ONCE_S else []
+    call().numpy()
+    taken: list[_Times] = []
     while len(taken) < _REPEATS and sum(seconds for seconds, _ in taken) < _ENOUGH_S:
         taken.append(timed())
     return min(taken)
@@ -299,7 +339,8 @@ def _memory_rates(
 
 @contextlib.contextmanager
 def _reported(reports: bool) -> Iterator[Callable[[], int]]:
-    """In this context XLA reports its programs; the yielded function returns the most temporaries of one, in bytes."""
+    """In this context XLA reports its programs; the yielded function returns the most temporaries, in bytes, of one
+    that was compiled since the last call."""
     if not reports:
         yield lambda: 0
         return
@@ -307,8 +348,15 @@ def _reported(reports: bool) -> Iterator[Callable[[], int]]:
         flags = os.environ.get("XLA_FLAGS", "")
         # XLA reads this variable once per process, at the first use of XLA (TensorFlow 2.21).
         os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*"
+        seen: set[Path] = set()
+
+        def temporaries() -> int:
+            new = {*Path(folder).glob("*buffer-assignment.txt")} - seen
+            seen.update(new)
+            return max(map(_temporaries, new), default=0)
+
         try:
-            yield lambda: max(map(_temporaries, Path(folder).glob("*buffer-assignment.txt")), default=0)
+            yield temporaries
         finally:
             os.environ["XLA_FLAGS"] = flags
 

@@ -64,6 +64,7 @@ def plan_offline(
         facts = find_facts(
             *(build, config, model_axis_sizes(devices, hosts)),
             most_examples=0 if flops else config.input.global_batch_size,
+            devices=hosts * devices,
             workers_here=hosts_here,
         )
     memory = parse_size(config.strategy.device_memory)
