@@ -84,3 +84,27 @@ def test_owners_of_shards_whose_layers_are_divided(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     alike = {name: value for name, value in {**WHOLE, "optimizer": optimizer}.items() if name != "steps"}
     assert_goes_on_alone(tmp_path / "run", found, alike)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["muon", *(pytest.param(each, marks=pytest.mark.proof) for each in OPTIMIZERS[1:])]
+)
+@pytest.mark.parametrize(
+    ("workers", "devices"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.proof) for each in ((2, 2), (3, 1)))]
+)
+def test_replicas_that_share_the_weights(tmp_path, workers: int, devices: int, optimizer: str):
+    """A run that was stopped goes on to the bits of one that was not, and further on one device."""
+    case = {
+        "mesh": f"data:{workers * devices}",
+        "devices": devices,
+        **WHOLE,
+        "optimizer": optimizer,
+        "shard": "weights",
+    }
+    saved = {**case, "workdir": str(tmp_path / "run")}
+    through, _, found = on_workers(workers, tmp_path / "out", case, {**saved, "stop_after": 7}, saved)
+    assert_close(found, expected_of("dense", optimizer))
+    for name, value in through.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    alike = {name: value for name, value in {**WHOLE, "optimizer": optimizer}.items() if name != "steps"}
+    assert_goes_on_alone(tmp_path / "run", found, alike)

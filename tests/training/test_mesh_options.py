@@ -66,7 +66,8 @@ WORKS = [
     *((PIPELINE_GRADIENTS, each) for each in (MUON, ADAFACTOR, EMA)),
     *((places, each) for places in (MODEL, MODELS, BOTH) for each in (MUON, LAMB, LARS, ADAFACTOR)),
     *((places, each) for places in (MODEL_SHARDS, MODEL_GRADIENTS) for each in (MUON, LAMB, LARS, ADAFACTOR)),
-    *((places, {**EMA, **LAMB}) for places in (MODELS, MODEL_SHARDS)),
+    *((WEIGHTS, each) for each in (MUON, LAMB, LARS, ADAFACTOR)),
+    *((places, {**EMA, **LAMB}) for places in (MODELS, MODEL_SHARDS, WEIGHTS)),
     (MODEL_SHARDS, {**FROZEN, **MUON}),
     *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS, MODEL, MODEL_SHARDS)),
     *((places, {"model": "synchronised"}) for places in (PIPELINES, PIPELINE_SHARDS, PIPELINE_GRADIENTS)),
@@ -74,7 +75,7 @@ WORKS = [
 ]
 WHOLE = "needs whole tensors"
 REFUSED = [
-    *((places, each, WHOLE) for places in (WEIGHTS, MODEL_WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),
+    *((MODEL_WEIGHTS, each, WHOLE) for each in (MUON, LAMB, LARS, ADAFACTOR)),
     *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
     *((places, {"model": "synchronised"}, "synchronises batch") for places in (WEIGHTS, MODEL_WEIGHTS)),
     (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.division import Shards
+from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.model_axis import Axis, Place, current_place, place_of_group
 from tfpar.parallel.split import shape_of, split_of
 
@@ -52,8 +52,8 @@ class ReplicaAxis(Axis):
     Attributes:
       numbers: Numbers of this worker's devices among those of all workers.
       devices_of_replica: Number of devices of a replica.
-      bytes_of_step: Bytes that a device sends to those of other replicas in the passes of a training step; 0 until the
-        step is traced.
+      bytes_of_step: Bytes that a device sends to those of other replicas in the passes and the update of a training
+        step; 0 until the step is traced.
     """
 
     def __init__(self, devices: Sequence[str], worker: int, replicas: int, devices_of_replica: int = 1) -> None:
@@ -97,6 +97,12 @@ def current_replica_place() -> Place | None:
 def is_sharded(variable: keras.Variable) -> bool:
     """Whether replicas have shards of a variable."""
     return isinstance(split_of(variable), Shards)
+
+
+def replica_split_of(variable: keras.Variable) -> Split | None:
+    """Returns the division of a variable among replicas; None if there is none, or if a model axis divides it, too."""
+    split = split_of(variable)
+    return split.split if isinstance(split, Shards) and split.within is None else None
 
 
 def is_shard(variable: keras.Variable, value: Any) -> bool:

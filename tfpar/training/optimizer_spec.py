@@ -17,7 +17,6 @@ from tfpar.parallel.split import (
     assign_whole,
     keep_rows_and_columns_whole,
     keeps_slots_beside,
-    model_split_of,
     shape_of,
     split_of,
 )
@@ -100,7 +99,7 @@ class OptimizerSpec:
         if any(split_of(variable) or place_of(variable) is not None for variable in variables):
             keeps_slots_beside(optimizer)
         optimizer.build(variables)
-        if any(model_split_of(variable) or held_by(variable) for variable in variables):
+        if any(split_of(variable) or held_by(variable) for variable in variables):
             keep_rows_and_columns_whole(optimizer)
         self._take_over_state(optimizer, variables)
         return optimizer

@@ -163,8 +163,9 @@ def test_plans_that_a_run_would_refuse(counted):
     assert refused({}, devices=1, offload="optimizer") == ["data:2,model:2", "shards"]
     plans["parts in shards"] = dataclasses.replace(plans["data:2,model:2"], shard="gradients")
     plans["weights"] = dataclasses.replace(plans["data:4"], shard="weights")
-    assert refused({"elementwise": False, "joins_parts": True}, optimizer="lamb") == ["weights"]
-    assert refused({"synchronizes": True}) == ["weights"]
+    plans["parts in shards of weights"] = dataclasses.replace(plans["data:2,model:2"], shard="weights")
+    assert refused({"elementwise": False, "joins_parts": True}, optimizer="lamb") == ["parts in shards of weights"]
+    assert refused({"synchronizes": True}) == ["weights", "parts in shards of weights"]
 
 
 @pytest.mark.parametrize(

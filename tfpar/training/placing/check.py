@@ -29,9 +29,12 @@ def check_on_topology(config: ExperimentConfig, topology: Topology) -> None:
 def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
     name = config.optimizer.optimizer
-    # The owner of a shard of the state has whole tensors, or the devices of a model axis put them together.
-    if name in optimizers.NEEDS_WHOLE and config.train.shard == "weights" and topology.replicas > 1:
+    # The owner of a shard of the state has whole tensors, or those that have the parts put them together: the devices
+    # of a model axis, or the replicas, not both.
+    sharded = config.train.shard == "weights" and topology.replicas > 1
+    if name in optimizers.NEEDS_WHOLE and sharded and topology.model_devices > 1:
         raise ConfigError(
-            f"--optimizer={name} needs whole tensors, which --shard=weights divides over devices. Use an elementwise "
-            "optimizer, such as adamw, or --shard=gradients."
+            f"--optimizer={name} needs whole tensors, which --shard=weights divides among replicas, and "
+            f"--mesh={config.strategy.mesh} over their devices. Use an elementwise optimizer, such as adamw, or "
+            "--shard=gradients."
         )

@@ -128,7 +128,7 @@ def _refusals(
         spans = max(1, mesh.devices_of_replica // machine.devices)
         over_workers = mesh.pipeline > 1 and spans > 1
         divided = mesh.model > 1 or (over_workers and plan.shard == "none")
-        joined = facts.joins_parts and plan.shard != "weights"
+        joined = facts.joins_parts and plan.shard != "weights"  # not those of a model axis and of replicas
         if divided and not joined and not facts.elementwise:
             return "the optimizer needs whole tensors, which are divided over devices"
         if facts.synchronizes and plan.shard == "weights":

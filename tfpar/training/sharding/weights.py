@@ -15,7 +15,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange.reducer import GatheredWeights
-from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS
 from tfpar.parallel import strategies
 from tfpar.parallel.division import Shards, Split
 from tfpar.parallel.replica_peers import ReplicaPeers
@@ -50,6 +50,7 @@ class GatheringPlacing(Placing):
     """
 
     several = True
+    _exchanges_in_update = False
 
     def __init__(self, runtime: strategies.Runtime) -> None:
         topology = runtime.topology
@@ -75,7 +76,7 @@ class GatheringPlacing(Placing):
                 f"--shard=weights: model {core.model.name!r} has float8 layers, whose statistics cover whole tensors. "
                 "Use --shard=gradients."
             )
-        if type(optimizer) not in ELEMENTWISE:
+        if type(optimizer) not in (*ELEMENTWISE, *WHOLE_TENSORS):
             names = ", ".join(sorted(kind.__name__.lower() for kind in ELEMENTWISE))
             raise ConfigError(
                 f"--shard=weights: {type(optimizer).__name__} needs whole tensors, which no replica has. Use an "
@@ -86,6 +87,7 @@ class GatheringPlacing(Placing):
                 f"--shard=weights: clipnorm and global_clipnorm of {type(optimizer).__name__} would apply to the part "
                 "of one replica. Leave them out; --clip_norm clips by the norm of the whole gradient."
             )
+        self._exchanges_in_update = type(optimizer) not in ELEMENTWISE
 
     def within(self) -> contextlib.AbstractContextManager[Any]:
         """See `Placing`."""
@@ -116,6 +118,11 @@ class GatheringPlacing(Placing):
     def xla_obstacle(self) -> str:
         """See `Placing`."""
         return _NO_XLA
+
+    @property
+    def can_compile_update(self) -> bool:
+        """See `Placing`. An optimizer that needs whole tensors receives their shards from the other replicas."""
+        return not self._exchanges_in_update
 
     def _shard(
         self,

@@ -6,18 +6,22 @@ the sidecar and the small weights that every replica has are left for the exchan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.exchange import Exchange
 from tfpar.exchange.reducer import ShouldApply
-from tfpar.parallel.model_axis import ModelAxis
+from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.split import model_split_of, split_of
-from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded
+from tfpar.parallel.weight_shards import ReplicaAxis, is_sharded, replica_split_of
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
+from tfpar.training.tensor_parallel.whole_tensors import DealtTensors
 
 import keras
 import tensorflow as tf
@@ -38,7 +42,8 @@ class GatheringStep(TrainStep):
     """
 
     def __init__(self, replica_axis: ReplicaAxis, *args: Any, **kwargs: Any) -> None:
-        self._replica_axis, self._bytes_of_denominators = replica_axis, 0
+        self._replica_axis = replica_axis
+        self._bytes_of = {"denominators": 0, "passes": 0, "update": 0}
         super().__init__(*args, **kwargs)
         self._exchanged = exchanged_places(self.core.model.trainable_variables)
         self.exchange: Any = _ExchangeOfSome(self.exchange, self._exchanged)
@@ -58,20 +63,36 @@ class GatheringStep(TrainStep):
         return super().sum_over_parts(self._replica_axis.sum_of_worker(value))
 
     def _accumulated(self, *args: Any) -> tuple[LocalSums, Tensors]:
-        """See `TrainStep`; counts what the device sends to the others. Every micro-batch is traced."""
-        with self._replica_axis.on_own_device() as place:
-            before = len(place.sent)
-            sums = super()._accumulated(*args)
-            self._replica_axis.bytes_of_step = self._bytes_of_denominators + sum(place.sent[before:])
-        return sums
+        """See `TrainStep`; every micro-batch is traced."""
+        with self._counted("passes"):
+            return super()._accumulated(*args)
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         """See `TrainStep`. Traced before the passes that need them, this pass gathers weights, too."""
+        with self._counted("denominators") as place:
+            denominators = self._denominators(params, state, batch)
+        return place.sum(denominators)
+
+    @functools.cached_property
+    def _dealt(self) -> DealtTensors | None:
+        """The weights in shards of which the optimizer needs more than a replica has, if there may be any."""
+        if type(self.optimizer) in ELEMENTWISE:
+            return None
+        axis = self._replica_axis
+        return DealtTensors(self.optimizer, axis.size, lambda _: axis.on_own_device(), replica_split_of)
+
+    def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
+        with self._counted("update"):
+            return super()._pure_apply(*args, **kwargs, whole=self._dealt)
+
+    @contextlib.contextmanager
+    def _counted(self, part: str) -> Iterator[Place]:
+        """In this context, a part of the step is traced; counts what it sends to other replicas."""
         with self._replica_axis.on_own_device() as place:
             before = len(place.sent)
-            denominators = self._denominators(params, state, batch)
-            self._bytes_of_denominators = sum(place.sent[before:])
-            return place.sum(denominators)
+            yield place
+            self._bytes_of[part] = sum(place.sent[before:])
+            self._replica_axis.bytes_of_step = sum(self._bytes_of.values())
 
     def _norm_if_needed(self, gradients: Tensors, wants_norm: tf.Tensor | None) -> tf.Tensor:
         del wants_norm  # a branch would cost more than the sum of a scalar

@@ -152,7 +152,7 @@ class DividedStep(TrainStep):
         return DealtTensors(self.optimizer, axis.size, lambda weight: axis.on_own_device(place_of(weight) or 0))
 
     def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
-        return super()._pure_apply(*args, **kwargs, whole=self._dealt)
+        return super()._pure_apply(*args, **{"whole": self._dealt, **kwargs})
 
     def _counts_here(self, variable: keras.Variable) -> bool:
         """Whether this worker counts a variable in norms: one of several that hold the same does."""

@@ -1,10 +1,10 @@
-"""Updates of optimizers that need whole tensors, whose parts the devices of a model axis have.
+"""Updates of optimizers that need whole tensors, whose parts the devices of a model axis, or the replicas, have.
 
 Muon orthogonalises a whole matrix, LAMB and LARS scale by the norm of one, Adafactor keeps the means of its rows and
-columns. The weights of a model are dealt out to the devices of the axis, so that each updates about as many as the
-others: a device receives all parts of the weights that it was dealt, with those of their gradients and slots, updates
-them, and returns the parts of the new values, and the new rows and columns, which every device has. Weights with parts
-of the same shape travel together, one for each device, in two all-to-all exchanges.
+columns. The weights of a model are dealt out to the devices that have their parts, so that each updates about as many
+as the others: a device receives all parts of the weights that it was dealt, with those of their gradients and slots,
+updates them, and returns the parts of the new values, and the new rows and columns, which every device has. Weights
+with parts of the same shape travel together, one for each device, in two all-to-all exchanges.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ import tensorflow as tf
 
 
 class DealtTensors(WholeTensors):
-    """The weights that a built optimizer updates as a whole, dealt out to the devices of a model axis.
+    """The weights that a built optimizer updates as a whole, dealt out to the devices that have their parts.
 
     Args:
       optimizer: The optimizer. Its slots are divided like the weights.
       size: Number of devices.
       on: Returns the context of the program that updates a weight on this device, see `ModelAxis.on`.
+      split_of: Returns the division of a weight over these devices; None if there is none.
     """
 
     def __init__(
@@ -40,13 +41,14 @@ class DealtTensors(WholeTensors):
         optimizer: keras.optimizers.Optimizer,
         size: int,
         on: Callable[[keras.Variable], AbstractContextManager[Place]],
+        split_of: Callable[[keras.Variable], Split | None] = model_split_of,
     ) -> None:
-        self._on = on
+        self._on, self._split_of = on, split_of
         self._slots: dict[int, list[keras.Variable]] = {}
         self._whole_slots: dict[int, list[keras.Variable]] = {}
         alike: dict[Any, list[keras.Variable]] = {}
         for index, variable in enumerate(keras_internals.trainable_variables(optimizer)):
-            split = model_split_of(variable)
+            split = split_of(variable)
             if split and needs_whole_tensor(optimizer, variable):
                 self._slots[id(variable)] = slots = slots_of(optimizer, variable)
                 self._whole_slots[id(variable)] = rows_and_columns(optimizer, index)
@@ -91,7 +93,7 @@ class DealtTensors(WholeTensors):
         """Updates at most one weight on each device, in the order of `chunk`; returns what was received last."""
         states = [[] if each is None else [each, *self._slots[id(each)]] for each in chunk]
         some = next(state for state in states if state)
-        split, shape, elements = model_split_of(some[0]), some[0].shape, math.prod(some[0].shape)
+        split, shape, elements = self._split_of(some[0]), some[0].shape, math.prod(some[0].shape)
         wholes = [[] if each is None else self._whole_slots[id(each)] for each in chunk]
         sizes = [math.prod(each.shape) for each in max(wholes, key=len)]
         assert isinstance(split, Split)
