@@ -34,7 +34,7 @@ def check_source(
 
 
 def check_same_shapes(train: SourceInfo, validation: SourceInfo) -> None:
-    """Raises ConfigError if validation examples have other shapes than training examples.
+    """Raises ConfigError if validation examples have other shapes or other classes than training examples.
 
     Args:
       train: Describes the training examples.
@@ -61,6 +61,23 @@ def check_same_shapes(train: SourceInfo, validation: SourceInfo) -> None:
                 f"{expected}. Give validation examples of the same shape as the training examples."
                 f"{' A list is several inputs; a tuple (x, y) has labels.' if listed else ''}"
             )
+    _check_same_classes(train, validation)
+
+
+def _check_same_classes(train: SourceInfo, validation: SourceInfo) -> None:
+    """Refuses names of classes that have other numbers among the validation examples."""
+    names, found = train.class_names, validation.class_names
+    if not names or found == names[: len(found)]:
+        return
+    number = next(
+        (number for number, pair in enumerate(zip(names, found, strict=False)) if len(set(pair)) > 1), len(names)
+    )
+    trained = repr(names[number]) if number < len(names) else "not known"
+    raise ConfigError(
+        f"{validation.name}: class {number} of the validation examples is {found[number]!r}, but that of the training "
+        f"examples is {trained}. Number the classes of both alike: categories={{COLUMN: names}} of "
+        "tfpar.inputs.from_table, the same class folders, or one data set for both."
+    )
 
 
 def _with_equal_integers(specs: structures.Structure) -> structures.Structure:

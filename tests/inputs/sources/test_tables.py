@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import tfpar
@@ -9,6 +10,7 @@ from tests.inputs.helpers import fetch_all
 from tfpar import inputs
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source
+from tfpar.inputs.checks import check_same_shapes
 from tfpar.inputs.sources import tables
 from tfpar.inputs.write import write as write_shards
 
@@ -225,6 +227,39 @@ def test_tables_and_frames_of_a_program(tmp_path):
         inputs.from_table(table(), label="kind", categories={"kind": ["flat", "castle"]})
     chosen = inputs.from_table(table(), label="kind", categories={"kind": ["house", "flat"]})
     assert chosen.info.class_names == ("house", "flat")
+
+
+def test_the_index_of_a_pandas_frame_is_no_input(tmp_path):
+    # As `pyarrow.table` gives it for `frame.sample(...)`: pandas is not installed where the tests run.
+    index = json.dumps({"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []})
+    rows = pyarrow.table({"a": [1.0, 2.0], "y": [0, 1], "__index_level_0__": [7, 3]}).replace_schema_metadata(
+        {"pandas": index}
+    )
+    write("parquet", rows, tmp_path / "sampled.parquet")
+    write("parquet", rows.drop_columns(["__index_level_0__"]), tmp_path / "whole.parquet")
+    for each in (
+        rows,
+        Frame(rows),
+        tmp_path / "sampled.parquet",
+        [tmp_path / "sampled.parquet", tmp_path / "whole.parquet"],
+    ):
+        assert set(inputs.from_table(each, label="y").info.input_spec) == {"a"}
+    assert inputs.from_table(rows, label="y", layout="vector").info.input_spec.shape == (1,)
+    named = inputs.from_table(rows, label="y", columns=["__index_level_0__"], layout="vector")
+    np.testing.assert_array_equal(fetch_all(named)[0][:, 0], [7, 3])
+
+
+def test_classes_that_differ_between_splits_are_refused():
+    kinds = [["cat", "cow", "dog"], ["cat", "dog"], ["cat", "cow"], ["cat", "cow", "dog", "emu"]]
+    train, other, fewer, more = (
+        inputs.from_table(pyarrow.table({"x": np.arange(len(each)), "y": each}), label="y").info for each in kinds
+    )
+    check_same_shapes(train, train)
+    check_same_shapes(train, fewer)  # whose classes have the same numbers
+    with pytest.raises(ConfigError, match=r"class 1 of the validation .* is 'dog', but .* is 'cow'.*categories="):
+        check_same_shapes(train, other)
+    with pytest.raises(ConfigError, match=r"class 3 of the validation .* is 'emu', but .* is not known"):
+        check_same_shapes(train, more)
 
 
 def test_strings_of_polars():

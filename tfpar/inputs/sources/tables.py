@@ -53,7 +53,8 @@ def from_table(
         frame that pyarrow can read (pandas, polars).
       label: The column of the label: integers, booleans and strings are classes, floating-point numbers targets. Or
         several columns, for a dict of labels; None for no label.
-      columns: Columns that are inputs; by default all others.
+      columns: Columns that are inputs; by default all others. The index of a pandas frame is none of them, unless it is
+        named here.
       weight: The column of the sample weights, or None.
       layout: `"dict"` for a dict of one input per column, `"vector"` for one float vector of the numeric columns.
       strings: `"text"` gives columns of strings to the model as `tf.string`, `"index"` as positions among the sorted
@@ -201,7 +202,7 @@ def _read(name: str, table: Any, delimiter: str, used: Columns) -> tuple[Any, _F
     """Returns a `pyarrow.Table` and the files it comes from."""
     pyarrow = _pyarrow(name)
     if isinstance(table, pyarrow.Table):
-        return table, _Files()
+        return table_columns.without_index(table, used), _Files()
     if isinstance(table, (str, os.PathLike)) or (
         isinstance(table, (list, tuple)) and table and all(isinstance(path, (str, os.PathLike)) for path in table)
     ):
@@ -210,7 +211,7 @@ def _read(name: str, table: Any, delimiter: str, used: Columns) -> tuple[Any, _F
         kind = "csv" if all(path.lower().endswith((".csv", ".tsv", ".txt")) for path in paths) else "parquet"
         return _read_files(name, paths, kind=kind, delimiter=delimiter, used=used)
     try:
-        return pyarrow.table(table), _Files()
+        return table_columns.without_index(pyarrow.table(table), used), _Files()
     except (TypeError, ValueError, pyarrow.ArrowInvalid) as error:
         raise ConfigError(
             f"{name}: {type(table).__name__} is not a table: {error}. Give paths of CSV or Parquet files, a "
@@ -230,7 +231,7 @@ def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, u
             if kind == "csv":
                 tables.append(csv.read_csv(path, parse_options=csv.ParseOptions(delimiter=delimiter)))
             else:
-                tables.append(parquet.read_table(path))
+                tables.append(table_columns.without_index(parquet.read_table(path), used))
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise ConfigError(f"{name}: {path!r} cannot be read as {kind}: {error}") from error
         try:

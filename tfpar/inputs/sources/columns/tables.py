@@ -53,6 +53,23 @@ class TableArrays:
     class_names: tuple[str, ...]
 
 
+def without_index(table: Any, used: Columns) -> Any:
+    """Returns a table without the index of a data frame of pandas, unless a role names it.
+
+    pyarrow keeps an index that is not a range as a column, e.g. after `sample`; the metadata say which one it is.
+    The numbers of the rows would be an input that predicts nothing.
+
+    Args:
+      table: A `pyarrow.Table`.
+      used: The roles of its columns.
+    """
+    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    named = {*used.label, used.weight, *(used.inputs or ())}
+    # A range is not a column: the metadata describes it with a dict.
+    left_out = [each for each in index if isinstance(each, str) and each in table.column_names and each not in named]
+    return table.drop_columns(left_out) if left_out else table
+
+
 def with_empty_as_missing(table: Any, columns: Collection[str]) -> Any:
     """Returns a table in which empty strings of some columns, which need not exist, are missing entries."""
     import pyarrow  # type: ignore[import-untyped]
