@@ -256,6 +256,26 @@ def test_a_batch_of_another_size_is_named():
     assert "its batch, item 1, has 4 rows, but 6 are expected" in found[0].reason
 
 
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_batch_that_is_larger_than_the_first_is_refused(place):
+    batches = [(np.zeros((rows, 1)), np.zeros(rows)) for rows in ([2, 4, 2] if place == 1 else [2, 2, 4])]
+    message = f"its batch, item {place}, has 4 rows, but the first item has 2; all batches have the size of the first"
+    if place == 2:
+        with pytest.raises(ConfigError, match=message):
+            inputs.from_random_access(batches, batched=True)
+        return
+    found = inputs.locate_bad_example(inputs.from_random_access(batches, batched=True), range(6), limit=6)
+    assert [bad.index for bad in found] == [2, 3]
+    assert message in found[0].reason
+
+
+def test_a_number_among_text_is_refused():
+    source = inputs.from_random_access([("abc", 1), (5, 1), (None, 0)])
+    found = inputs.locate_bad_example(source, range(3), limit=3)
+    assert [bad.index for bad in found] == [1, 2]
+    assert "5 is int, but the other values are text (str or bytes). Convert it, e.g. with str()" in found[0].reason
+
+
 class Broken(helpers.MapStyle):
     def __getitem__(self, index: int) -> tuple:
         raise OSError("no such disk")

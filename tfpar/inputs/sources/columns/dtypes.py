@@ -73,10 +73,10 @@ def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Copies values to a dtype of `stored_dtype`; text becomes bytes.
 
     Raises:
-      ValueError: The dtype does not hold an integer.
+      ValueError: The dtype does not hold an integer, or a value among text is no text.
     """
     if dtype == _TEXT:
-        encoded = [text.encode() if isinstance(text, str) else bytes(text) for text in values.ravel().tolist()]
+        encoded = [_encoded(text) for text in values.ravel().tolist()]
         result = np.empty(len(encoded), object)
         result[:] = encoded
         return result.reshape(values.shape)
@@ -87,6 +87,16 @@ def as_stored(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
             raise ValueError(f"integers range from {low} to {high}, but {dtype} holds {limits.min} to {limits.max}")
     with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is reported as such
         return values.astype(dtype)
+
+
+def _encoded(text: object) -> bytes:
+    if isinstance(text, str):
+        return text.encode()
+    if isinstance(text, (bytes, bytearray)):
+        return bytes(text)
+    raise ValueError(  # `bytes` makes that many zeros of an integer
+        f"{text!r} is {type(text).__name__}, but the other values are text (str or bytes). Convert it, e.g. with str()"
+    )
 
 
 def is_text(values: np.ndarray) -> bool:

@@ -164,6 +164,11 @@ class Layout:
             columns.append(self._store(value, self.leaves[position][1], position, number))
         if len({len(column) for column in columns}) > 1:
             raise ItemError(f"item {number} has arrays of different lengths: {[len(column) for column in columns]}")
+        if len(columns[0]) > self.rows:  # examples are numbered by the rows of the first item
+            raise ItemError(
+                f"its batch, item {number}, has {len(columns[0])} rows, but the first item has {self.rows}; all "
+                "batches have the size of the first one, and only the last may be smaller"
+            )
         return columns
 
     def _flatten(self, item: tuple[Structure, Structure], number: int) -> list[np.ndarray]:
