@@ -161,6 +161,15 @@ def test_images_of_kinds_that_are_not_read_are_named(tmp_path, caplog):
     assert "not read: 1 .heic, 2 .tiff. Convert them to one of .jpg," in message
 
 
+def test_hidden_folders_are_left_out(folder):
+    hidden = folder / "red" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    (hidden / "0-checkpoint.png").write_bytes((folder / "red" / "0.png").read_bytes())
+    files = [*build(folder).info.files, *build(folder, "validation").info.files]
+    assert len(files) == 30
+    assert not any("ipynb" in file for file in files)
+
+
 @pytest.mark.parametrize("cache", ["auto", "none"])
 @pytest.mark.parametrize(
     ("options", "expected"),

@@ -81,6 +81,35 @@ def test_patterns_without_split_names_hold_out_the_end(copy):
     assert np.array_equal(joined, fetch_all(whole)[0])
 
 
+def test_files_of_no_split_are_named(copy, caplog):
+    (copy / "train-00004-of-00005.tfrecord").rename(copy / "more.tfrecord")
+    for split, count in (("train", 320), ("validation", 40)):
+        assert read(copy, split).info.num_examples == count
+    (message,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "start neither with train nor with validation, as those of other files do: more.tfrecord. Rename" in message
+
+
+def test_part_of_the_training_files_is_held_out_if_there_are_no_others(copy):
+    alone = f"{copy}/train*"
+    assert read(alone, validation_fraction=0.25).info.num_examples == 400  # files of the other split lie beside them
+    for path in copy.glob("validation*"):
+        path.unlink()
+    for pattern in (alone, copy):
+        sizes = [read(pattern, split, validation_fraction=0.25).info.num_examples for split in ("train", "validation")]
+        assert sizes == [300, 100]
+    assert read(copy, validation_fraction=0.0).info.num_examples == 400
+
+
+def test_a_path_may_have_brackets(copy):
+    folder = copy / "run [1]*"
+    folder.mkdir()
+    for path in list(copy.glob("*.*")):
+        path.rename(folder / path.name)
+    assert read(folder).info.num_examples == 400
+    (folder / "train-00000-of-00005.tfrecord").rename(folder / "train[a].tfrecord")
+    assert read(f"{folder}/train[a].tfrecord").info.num_examples == 80
+
+
 def test_uncached_file_shards_read_each_example_once(shards):
     options = InputConfig(dataset=f"tfrecord:{shards}", global_batch_size=30, shard_by="file", cache="none")
     pipeline = Pipeline(build_source(options, "train"), options, replicas=3, workers=3)

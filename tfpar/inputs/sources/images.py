@@ -271,7 +271,9 @@ def _folders(path: str) -> list[str]:
 def _images(root: str) -> list[str]:
     """Returns the relative paths of the image files below a directory, sorted; a missing directory has none."""
     paths = []
-    for folder, _, files in os.walk(root):
+    for folder, folders, files in os.walk(root):
+        # Hidden folders hold copies, such as .ipynb_checkpoints.
+        folders[:] = [each for each in folders if not each.startswith(".")]
         relative = os.path.relpath(folder, root)
         paths += [
             file if relative == "." else f"{relative}/{file}".replace(os.sep, "/")

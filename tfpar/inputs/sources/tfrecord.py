@@ -9,7 +9,9 @@ and text is stored as such. `features.json` describes how to read the records.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +22,13 @@ from tfpar.inputs.source import Source, SourceInfo, Weighted
 from tfpar.inputs.sources.columns import records as record_columns
 from tfpar.inputs.sources.columns.records import Column
 from tfpar.inputs.structures import Structure
+from tfpar.process.listing import listed
 
 import numpy as np
 import tensorflow as tf
 from google.protobuf import message
+
+_log = logging.getLogger(__name__)
 
 SIDECAR = "features.json"
 FORMAT = "tfpar-tfrecord-1"
@@ -142,8 +147,9 @@ def serialise(x: Structure, y: Structure) -> bytes:
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=tfrecord:GLOB`, a pattern or a directory of `.tfrecord` files.
 
-    Files whose names start with `train` or `validation` belong to that split. If the pattern matches
-    no such names, the last `--validation_fraction` of all records is held out.
+    Files whose names start with `train` or `validation` belong to that split, and a warning names the others, which are
+    left out. If the pattern matches no such names, the last `--validation_fraction` of all records is held out; if it
+    matches only those of `train`, and the directory has none of `validation`, the last of theirs.
 
     Args:
       argument: The pattern or directory.
@@ -159,11 +165,31 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     paths = _shards(name, argument)
     features = _load_sidecar(name, os.path.dirname(paths[0]))
     named = {part: [path for path in paths if os.path.basename(path).startswith(part)] for part in SPLITS}
-    if any(named.values()):
+    if any(named.values()) and split == "train":
+        _warn_of_others(name, paths, [*named["train"], *named["validation"]])
+    if named["validation"] or (named["train"] and _has_validation(os.path.dirname(paths[0]))):
         reader = _reader(named[split], features)
     else:
-        reader = _held_out_part(_reader(paths, features), config.validation_fraction, split == "train")
+        whole = _reader(named["train"] or paths, features)
+        reader = _held_out_part(whole, config.validation_fraction, split == "train")
     return _source_of(name, config, split, reader, features)
+
+
+def _warn_of_others(name: str, paths: Sequence[str], used: Sequence[str]) -> None:
+    """Warns of files that belong to no split, because only the names of others say to which they belong."""
+    others = [os.path.basename(path) for path in paths if path not in used]
+    if others:
+        _log.warning(
+            "--dataset=%s: files left out because their names start neither with train nor with validation, as those "
+            "of other files do: %s. Rename them, or give a pattern that matches one kind of names.",
+            name,
+            listed(others, 5),
+        )
+
+
+def _has_validation(folder: str) -> bool:
+    """Whether a directory has files of validation examples; a pattern for the training examples may not match them."""
+    return bool(tf.io.gfile.glob(os.path.join(glob.escape(folder), "validation*.tfrecord")))
 
 
 def features_of(argument: str) -> Features:
@@ -233,7 +259,9 @@ def _source_of(
 def _shards(name: str, argument: str) -> list[str]:
     pattern = os.path.expanduser(argument)
     if tf.io.gfile.isdir(pattern):
-        pattern = os.path.join(pattern, "*.tfrecord")
+        pattern = os.path.join(glob.escape(pattern), "*.tfrecord")
+    elif argument and tf.io.gfile.exists(pattern):  # its name may have brackets
+        pattern = glob.escape(pattern)
     paths = sorted(tf.io.gfile.glob(pattern)) if argument else []
     if not paths:
         raise ConfigError(
