@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 
 import tfpar
 from tfpar import models
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -45,3 +47,47 @@ def test_one_program_serves_every_position(trainer):
     program = trainer.program.text_sampler.forward.experimental_get_compiler_ir(*arguments)(stage="hlo")
     used = set(re.findall(r"parameter\((\d+)\)", program.split("ENTRY")[1]))
     assert len(used) == len(tf.nest.flatten(arguments))
+
+
+class Characters:
+    """A tokenizer that does not know its padding, and counts what it decodes."""
+
+    vocab_size = 4
+
+    def __init__(self):
+        self.decoded = 0
+
+    def encode(self, text):
+        return ["-abc".index(letter) for letter in text]
+
+    def decode(self, tokens):
+        self.decoded += 1
+        return "".join({1: "a", 2: "b", 3: "c"}[token] for token in tokens)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_tokenizer_that_cannot_decode_padding_costs_only_the_sample(records, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "tfpar")
+    tokenizer = Characters()
+    train, validation = (
+        tfpar.inputs.from_text(["abc", "cab"], tokenizer, sequence_length=8, split=split)
+        for split in ("train", "validation")
+    )
+
+    def build():
+        tokens = keras.Input((8,), dtype="int32")
+        return keras.Model(tokens, keras.layers.Dense(4)(keras.layers.Embedding(4, 2)(tokens)))
+
+    trainer = tfpar.Trainer(
+        build,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        strategy="one_device",
+        jit_compile=False,
+        global_batch_size=2,
+        **({"workdir": str(tmp_path)} if records else {}),
+    )
+    assert trainer.fit(train, validation=validation, epochs=3)["steps"] == 3
+    told = [each.getMessage() for each in caplog.records if "no sample text" in each.getMessage()]
+    line = "no sample text: the tokenizer cannot decode its tokens (KeyError: 0)"
+    assert told == ([line, line] if records else []), "one for the training examples, and one for the evaluations"
+    assert bool(tokenizer.decoded) == records

@@ -25,7 +25,9 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
     """Shows the first examples of a source: images as images, text as text. Chief only."""
     info = source.info
     count = min(IMAGES, info.num_examples)
-    if count == 0 or not isinstance(source, inputs.Source):  # reading a stream would take examples out of it
+    if (
+        not monitor.records or count == 0 or not isinstance(source, inputs.Source)
+    ):  # reading a stream would take examples out of it
         return
     if tf.nest.is_nested(info.input_spec):
         return  # which of several inputs to show is not known
@@ -34,13 +36,22 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
     if not len(shown):
         return
     if info.task == "language_model" and info.decode is not None:
-        monitor.sample_text("inputs", "\n\n---\n\n".join(info.decode(row) for row in shown[:4]))
+        try:
+            text = "\n\n---\n\n".join(info.decode(row) for row in shown[:4])
+        except Exception as error:  # of a tokenizer that, for example, does not know the padding
+            monitor.message(_problem(error))
+        else:
+            monitor.sample_text("inputs", text)
     elif _has_images(info):
         classes = _classes(info, y)
         captions = [""] * len(shown)
         if classes is not None:
             captions = [class_name(info, label) for label in classes[usable.numpy()]]
         monitor.images("training/inputs", figures.sheet(displayable(shown), captions))
+
+
+def _problem(error: Exception) -> str:
+    return f"no sample text: the tokenizer cannot decode its tokens ({type(error).__name__}: {error})"
 
 
 def write_predictions(
@@ -153,7 +164,7 @@ class Continuation:
 
     Attributes:
       text: Prompt and continuation, divided by `|`; empty if there is none.
-      problem: Why there is none, in one line; empty otherwise.
+      problem: Why there is none, in one line; empty if there is one, or if the sampler has told it before.
     """
 
     text: str
@@ -177,20 +188,25 @@ def continue_first(
     assert isinstance(source, inputs.Source)
     x, _, _ = inputs.fetch_with_mask(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
+    generated: np.ndarray | None = None
     try:
-        generated = info.decode(sampler.generate(params, state, prompt, GENERATED_TOKENS, seed=seed))
+        generated = sampler.generate(params, state, prompt, GENERATED_TOKENS, seed=seed)
     except FloatingPointError:
-        generated = "(not finite)"
+        pass
     except Exception as error:
-        return Continuation("", f"no sample text: {type(error).__name__}: {error}")
-    return Continuation(f"{info.decode(prompt)}|{generated}")
+        return Continuation("", sampler.told_once(f"no sample text: {type(error).__name__}: {error}"))
+    try:
+        text = "(not finite)" if generated is None else info.decode(generated)
+        return Continuation(f"{info.decode(prompt)}|{text}")
+    except Exception as error:
+        return Continuation("", sampler.told_once(_problem(error)))
 
 
 def write_continuation(monitor: Monitor, continuation: Continuation, step: int) -> None:
     """Records generated text in TensorBoard, or prints why there is none."""
     if continuation.problem:
         monitor.message(continuation.problem)
-    else:
+    elif continuation.text:
         monitor.sample_text("generated", continuation.text, step=step)
 
 
@@ -204,6 +220,7 @@ class TextSampler:
 
     def __init__(self, model: keras.Model, *, jit_compile: bool) -> None:
         self._model = model
+        self._told: set[str] = set()
 
         def forward(params: Any, state: Any, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
             with scope_of_values([*model.trainable_variables, *model.non_trainable_variables], [*params, *state]):
@@ -213,6 +230,13 @@ class TextSampler:
             return tf.gather(logits[0], position)
 
         self.forward = tf.function(forward, autograph=False, jit_compile=jit_compile)
+
+    def told_once(self, problem: str) -> str:
+        """Returns a problem, or nothing if it has been returned before: each evaluation meets it again."""
+        if problem in self._told:
+            return ""
+        self._told.add(problem)
+        return problem
 
     def generate(
         self,

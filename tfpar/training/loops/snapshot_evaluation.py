@@ -84,7 +84,8 @@ class SnapshotEvaluation:
                 rows.append(row[: self._program.core.objective.totals.columns])
                 total = row if total is None else [a + b for a, b in zip(total, row, strict=True)]
             text = None
-            if samples.continues_text(self._validation):
+            # Without a run directory, nothing is written.
+            if self._program.config.checkpoint.workdir and samples.continues_text(self._validation):
                 text = samples.continue_first(self._program.text_sampler, params, state, self._validation, seed=step)
         if total is None:
             return SnapshotResults(step, {}, text)

@@ -261,8 +261,9 @@ class SynchronousLoop:
     def _show_samples(self, validation: inputs.AnySource, step: int) -> None:
         """Records predictions, and writes a language model's text. Chief only."""
         program, monitor = self._context.program, self._context.monitor
-        if monitor.records:
-            self._show_predictions(validation, step)
+        if not monitor.records:
+            return
+        self._show_predictions(validation, step)
         if samples.continues_text(validation):
             # Only the chief does this, so it must not touch the other replicas: it reads its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
