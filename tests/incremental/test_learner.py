@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import random
 import shutil
 from typing import Any
 
@@ -179,6 +180,26 @@ def test_a_task_whose_model_could_not_be_written_is_completed_by_the_next_start(
         whole = learner(**options).learn()
     assert learner(**options).learn() == whole
     assert sorted(path.parent.name for path in tmp_path.glob("*/model.keras")) == ["task-01", "task-02"]
+
+
+def test_a_start_that_skips_tasks_draws_the_numbers_of_one_that_does_not(tmp_path):
+    """So that the next model has the weights that it would have had, though fewer models were built before."""
+    drawn = []
+
+    def initialised(classes: int) -> keras.Model:
+        if classes == 4:
+            drawn.append((random.random(), np.random.random()))
+            raise KeyboardInterrupt
+        layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(classes)]
+        return keras.Sequential([keras.Input((2,)), *layers])
+
+    for _ in range(2):
+        options = {"method": "ewc", "fisher_examples": 2, "grow_head": True, "epochs": 1.0}
+        made = learner(**options, workdir=str(tmp_path))
+        made._build = initialised
+        with pytest.raises(KeyboardInterrupt):
+            made.learn()
+    assert drawn[0] == drawn[1]
 
 
 def test_an_earlier_model_names_or_skips_an_example_that_cannot_be_read():

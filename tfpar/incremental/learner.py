@@ -3,6 +3,7 @@
 ```
 WORKDIR/task-01/     the run of the first task: checkpoints, TensorBoard events, summary.json, model.keras
 WORKDIR/task-01/task.json   accuracies on all tasks so far; written last, so it marks the task as learned
+WORKDIR/task-01/generators.json   the random generators after the task, from which the next model is initialised
 WORKDIR/summary.json        the accuracy matrix and its figures
 ```
 
@@ -23,6 +24,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.guards import bad_examples
+from tfpar.incremental import generators
 from tfpar.incremental.checks import incremental_of
 from tfpar.incremental.consolidation import Consolidation, fisher_information
 from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_logits, with_logits
@@ -42,6 +44,7 @@ import tensorflow as tf
 
 Build = Callable[[int], keras.Model]
 _DONE = "task.json"
+_GENERATORS = "generators.json"
 _LENGTH = ("epochs", "steps")  # a single run may be made longer, but the tasks of a series are all of the same length
 _SAME_MODEL = (
     "Only the last dim of a weight can grow, with the number of classes. Build the same model for every task, or give "
@@ -229,6 +232,7 @@ class IncrementalLearner:
             return
         if self._options.method == "ewc":
             self._consolidation.save(directory / "consolidation.safetensors")
+        generators.save(directory / _GENERATORS)
         accuracies = self.matrix[number, : number + 1].tolist()
         done = {"name": self.tasks[number].name, "accuracies": accuracies, "digest": digest}
         write_json(directory / _DONE, {"options": self._config.as_flat_dict(), **done})
@@ -278,6 +282,7 @@ class IncrementalLearner:
         self._earlier = [np.asarray(weight) for weight in load_model(str(directory / MODEL)).weights]
         if self._options.method == "ewc":
             self._consolidation = Consolidation.load(directory / "consolidation.safetensors")
+        generators.restore(directory / _GENERATORS)  # last, because loading a model draws numbers
         return str(saved["digest"])
 
 
