@@ -218,6 +218,11 @@ def test_yogi_is_saved_and_loaded():
         ({"noise_multiplier": 1.0, "client_clip": 1.0, "exchange": "topk:0.1"}, r"--exchange=topk:0.1 and --noise"),
         ({"server_optimizer": "lion"}, r"--server_optimizer=lion needs its learning rate"),
         ({"server_adaptivity": 0.5}, r"--server_adaptivity=0\.5 .* has no effect on --server_optimizer=sgd"),
+        (
+            {"stateful_clients": True},
+            r"--stateful_clients has no effect on --update_codec=none, .* e\.g\. --update_codec=",
+        ),
+        ({"delta": 1e-3}, r"--delta=0\.001 has no effect without noise: .* or give --noise_multiplier"),
         ({"prox": 1.0}, r"--prox=1 has no effect on --averaging=fedavg"),
         ({"epochs": 3.0}, r"--epochs: .* Give --rounds"),
         ({"averaging": "scaffold", "optimizer_args": "momentum=0,clipnorm=0.1"}, r"--averaging=scaffold .* plain SGD"),
@@ -235,3 +240,11 @@ def test_yogi_is_saved_and_loaded():
 def test_what_cannot_work_is_refused_with_a_way_out(options, message):
     with pytest.raises(ConfigError, match=message):
         trainer_of(**options).fit(*examples())
+
+
+def test_validation_examples_may_be_a_dataset():
+    x, y = examples()
+    dataset = tf.data.Dataset.from_tensor_slices((x[:20], y[:20])).batch(8)
+    assert np.isfinite(trainer_of(rounds=1).fit(x, y, validation=dataset)["eval"]["loss"])
+    with pytest.raises(ConfigError, match=r"validation: .*the stream has no end, .* take\(\.\.\.\) a part of it"):
+        trainer_of(rounds=1).fit(x, y, validation=dataset.repeat())

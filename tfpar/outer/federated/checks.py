@@ -83,13 +83,8 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
         raise ConfigError(
             "--precision=mixed_float16 needs a loss scale, which clients do not keep. Use float32 or mixed_bfloat16."
         )
-    if options.prox != FederatedConfig().prox and options.averaging != "fedprox":
-        raise ConfigError(
-            f"--prox={options.prox:g} has no effect on --averaging={options.averaging}. Leave it out, or give "
-            "--averaging=fedprox."
-        )
     server.check_server_optimizer(options)
-    encoding.parse(options.update_codec, stateful=options.stateful_clients)
+    _check_idle(options)
     if options.averaging == "scaffold":
         _check_scaffold(config)
     if options.noise_multiplier:
@@ -100,6 +95,26 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
                 "than --client_clip. Leave --exchange out."
             )
         privacy.check_installed()
+
+
+def _check_idle(options: FederatedConfig) -> None:
+    """Refuses options that have no effect without another one, and codecs that clients cannot use."""
+    if options.prox != FederatedConfig().prox and options.averaging != "fedprox":
+        raise ConfigError(
+            f"--prox={options.prox:g} has no effect on --averaging={options.averaging}. Leave it out, or give "
+            "--averaging=fedprox."
+        )
+    codec, _ = encoding.parse(options.update_codec, stateful=options.stateful_clients)
+    if options.stateful_clients and codec is None:
+        raise ConfigError(
+            f"--stateful_clients has no effect on --update_codec={options.update_codec}, which leaves no residual. "
+            "Leave it out, or give a codec, e.g. --update_codec=topk:0.01."
+        )
+    if options.delta and not options.noise_multiplier:
+        raise ConfigError(
+            f"--delta={options.delta:g} has no effect without noise: there is no epsilon. Leave it out, or give "
+            "--noise_multiplier and --client_clip."
+        )
 
 
 def _check_scaffold(config: ExperimentConfig) -> None:

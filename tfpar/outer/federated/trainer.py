@@ -166,7 +166,7 @@ class FederatedTrainer:
                 "--dataset that is read by index."
             )
         if validation is not None and not isinstance(validation, inputs.Source):
-            validation = inputs.as_source(validation, split="validation")
+            validation = _counted(inputs.as_source(validation, split="validation"))
         for each in filter(None, (source, validation)):
             self.program.bind(each)
         return source, validation
@@ -248,6 +248,14 @@ class FederatedTrainer:
             show=lambda: None,
             elements=elements.dataset,
         )
+
+
+def _counted(validation: inputs.AnySource) -> inputs.AnySource:
+    """Returns validation examples of which it is known how many there are."""
+    try:
+        return validation.counted() if isinstance(validation, inputs.StreamSource) else validation
+    except ConfigError as error:
+        raise ConfigError(f"validation: {error}") from error
 
 
 def _warn_of_lost(state: LoopState) -> None:
