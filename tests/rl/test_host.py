@@ -64,6 +64,27 @@ class Many(Broken):
     action_space = gymnasium.spaces.MultiDiscrete([2, 2])
 
 
+class OfSpace(gymnasium.Env):
+    """Observations of any space."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, observed, render_mode=None):
+        self.observation_space = observed
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, True, False, {}
+
+
+for name, observed in (
+    ("Sequence-v0", gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(3))),
+    ("Number-v0", gymnasium.spaces.Box(0.0, 1.0, ())),
+):
+    gymnasium.register(name, OfSpace, kwargs={"observed": observed})
 for name, entry in (("Pixels-v0", Pixels), ("Broken-v0", Broken), ("Many-v0", Many)):
     gymnasium.register(name, entry)
 
@@ -166,6 +187,10 @@ def test_an_environment_that_fails_is_named(tmp_path):
         ({"env": "gym:CartPol-v1"}, r"--env=gym:CartPol-v1: .* Did you mean 'CartPole-v1'"),
         ({"env": "LunarLander-v3"}, r"--env='LunarLander-v3'.*any environment of Gymnasium"),
         ({"env": "gym:Many-v0"}, r"--env=gym:Many-v0: its action space MultiDiscrete.*Wrap the environment"),
+        (
+            {"env": "gym:Sequence-v0"},
+            r"--env=gym:Sequence-v0: its observation space Sequence.*arrays of one shape.*Wrap",
+        ),
         ({"env": "gym:CartPole-v1", "actors": 3}, r"--actors=3 does not divide the 8 environments of a replica"),
         (
             {"env": "CartPole-v1", "actors": 2},
@@ -176,6 +201,15 @@ def test_an_environment_that_fails_is_named(tmp_path):
 def test_what_cannot_work_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+def test_an_observation_may_be_a_single_number():
+    environment = environments.find("gym:Number-v0")
+    assert environment.observation_shape == (1,)
+    envs = environment.make(3, False)
+    assert envs.reset(seed=1)[0].shape == (3, 1)
+    envs.close()
+    assert rl.trainer.default_policy(environment, ReinforcementConfig()).input_shape == (None, 1)
 
 
 def test_the_environments_of_commands_in_the_docs_need_only_gymnasium():

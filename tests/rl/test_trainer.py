@@ -183,6 +183,11 @@ def test_mixed_precision_scales_observations_in_float32(env, tmp_path):
         ({"accumulate_steps": 5}, r"--accumulate_steps=5 does not divide the 32 transitions"),
         ({"shard": "optimizer"}, r"--shard=optimizer does not work with"),
         ({"local_steps": 5}, r"--local_steps=5 does not work with"),
+        ({"augment": "flip"}, r"--augment=flip has no effect on reinforcement learning, .* Leave it out"),
+        ({"on_bad_record": "skip"}, r"--on_bad_record=skip has no effect"),
+        ({"remainder": "drop"}, r"--remainder=drop has no effect"),
+        ({"shuffle": False}, r"--shuffle=false has no effect"),
+        ({"eval_batch_size": 3}, r"--eval_batch_size=3 has no effect"),
         ({"hidden": "64;64"}, r"--hidden='64;64' is not a list of positive whole numbers"),
     ],
 )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementConfig
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, InputConfig, ReinforcementConfig
 from tfpar.config.sections.reinforcement_presets import check_used, suited
 from tfpar.parallel.planner.machine import format_size
 from tfpar.parallel.topology import Topology
@@ -17,6 +17,7 @@ from tfpar.rl.environments import AnyEnvironment, Discrete, HostEnvironment
 from tfpar.training.planning.machines import device_memory
 
 _EVALUATIONS = 10  # evaluations per run if --eval_every is not set
+_FOLLOWING = ("dataset", "global_batch_size")  # options of the input that `complete` sets
 _COPIES = 2  # of the replay in memory: adding a rollout makes a new one
 
 
@@ -90,6 +91,7 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
       ConfigError: There is such an option; the message says what to do instead.
     """
     options = reinforcement_of(config)
+    _check_no_input(config)
     if not topology.synchronous:
         raise ConfigError(
             "--strategy=parameter_server: its workers run steps in no fixed order, and rollouts need one. Use "
@@ -117,6 +119,23 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
             f"--accumulate_steps={config.train.accumulate_steps} does not divide the {own} transitions of a step on a "
             "replica. Choose a divisor, or 1."
         )
+
+
+def _check_no_input(config: ExperimentConfig) -> None:
+    """Refuses options about examples that are read: those of a rollout are made."""
+    given = {
+        **vars(config.input),
+        "eval_batch_size": config.train.eval_batch_size,
+        "eval_steps": config.train.eval_steps,
+    }
+    idle = {**vars(InputConfig()), "eval_batch_size": 0, "eval_steps": 0}
+    for name, value in given.items():
+        if name not in _FOLLOWING and value != idle[name]:
+            text = str(value).lower() if isinstance(value, bool) else value
+            raise ConfigError(
+                f"--{name}={text} has no effect on reinforcement learning, whose examples come from an environment. "
+                "Leave it out."
+            )
 
 
 def check_actions(options: ReinforcementConfig, environment: AnyEnvironment) -> None:

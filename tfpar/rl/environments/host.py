@@ -92,7 +92,8 @@ def make_environments(name: str, count: int, processes: bool = False, *, render:
     from gymnasium.vector import AutoresetMode
 
     def flatten(env: Any) -> Any:
-        plain = isinstance(env.observation_space, gymnasium.spaces.Box)
+        # A Box of a single number becomes one of shape [1], which a layer can read.
+        plain = isinstance(env.observation_space, gymnasium.spaces.Box) and env.observation_space.shape
         return env if plain else gymnasium.wrappers.FlattenObservation(env)
 
     try:
@@ -116,7 +117,7 @@ def find_in_gymnasium(name: str) -> HostEnvironment:
     """Returns the Gymnasium environment with this name.
 
     Raises:
-      ConfigError: There is none, or tfpar's policies do not support its action space.
+      ConfigError: There is none, or tfpar's policies do not support its observation space or its action space.
     """
     envs = make_environments(name, 1)
     try:
@@ -141,9 +142,14 @@ def describe(
       make_shown: As in `HostEnvironment`.
 
     Raises:
-      ConfigError: tfpar's policies do not support its action space.
+      ConfigError: tfpar's policies do not support its observation space or its action space.
     """
     observed, action = envs.single_observation_space, envs.single_action_space
+    if not observed.shape:  # even flattened, e.g. Sequence and Graph
+        raise ConfigError(
+            f"--env={name}: its observation space {observed} is not supported; observations must be arrays of one "
+            "shape, or be made of such (Dict, Tuple). Wrap the environment, and register the result with Gymnasium."
+        )
     return HostEnvironment(
         name=name,
         observation_shape=tuple(observed.shape),
