@@ -25,9 +25,8 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
     """Shows the first examples of a source: images as images, text as text. Chief only."""
     info = source.info
     count = min(IMAGES, info.num_examples)
-    if (
-        not monitor.records or count == 0 or not isinstance(source, inputs.Source)
-    ):  # reading a stream would take examples out of it
+    # Reading a stream would take examples out of it.
+    if not monitor.records or count == 0 or not isinstance(source, inputs.Source):
         return
     if tf.nest.is_nested(info.input_spec):
         return  # which of several inputs to show is not known
