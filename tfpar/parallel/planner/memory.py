@@ -74,8 +74,7 @@ def memory_of(
       in_groups: Whether weights are updated group by group without XLA.
       inputs: Bytes of the input pipeline on a device.
     """
-    where = _where(plan, machine)
-    way = plan.way if compiled else OPS
+    where, way = _where(plan, machine), plan.way if compiled else OPS
     fractions = _fractions(plan, way, machine, examples)
     in_place = compiles_update and replica.way_of_update(plan.shard) == PROGRAM
     copies = 0 if in_place else 1 + state_per_weight // 4
