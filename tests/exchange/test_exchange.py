@@ -163,6 +163,10 @@ def test_former_names_still_work(old, new):
 
 def test_gradients_are_kept_only_for_the_steps_that_are_compared():
     """In all others, sums take their memory."""
+    try:
+        tf.config.experimental.get_memory_info("CPU:0")
+    except ValueError:  # TensorFlow 2.21 uses oneDNN, whose allocator counts, on CPUs with AVX-512
+        pytest.skip("TensorFlow does not count the memory of this CPU")
     shape = tf.TensorShape([1 << 10, 1 << 10])
     reducer = CompressedReducer(specs.parse("int4:sample_every=3"), [shape], world_group(2, 0), "/device:CPU:0", 0)
 
