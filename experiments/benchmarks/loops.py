@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -51,24 +52,27 @@ def process_bytes(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
-# Environment of the processes whose tensors `allocated_peak` counts, also if they divide a model.
-COUNTING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0"}
+# Environment of the processes whose tensors `allocated_peak` counts, also if they divide a model, or if TensorFlow
+# would not use oneDNN by itself (2.21: on CPUs without AVX-512).
+COUNTING = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0", "TF_ENABLE_ONEDNN_OPTS": "1"}
 
 
 def allocated_peak() -> int:
     """The most bytes of tensors on this process's CPU devices at once, since `forget_allocated_peak`.
 
-    It is 0 with the system's allocator, which divided models use unless the environment is `COUNTING`.
-
-    Raises:
-      ValueError: TensorFlow does not count them. It does if it uses oneDNN, as on x86 by default.
+    It is 0 without oneDNN, which counts, and with the system's allocator, which divided models use, unless the
+    environment is `COUNTING`.
     """
-    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    try:
+        return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+    except ValueError:
+        return 0
 
 
 def forget_allocated_peak() -> None:
     """Begins `allocated_peak` anew, from what is allocated now."""
-    tf.config.experimental.reset_memory_stats("CPU:0")
+    with contextlib.suppress(ValueError):
+        tf.config.experimental.reset_memory_stats("CPU:0")
 
 
 SETTLED = 3  # calls of a run that `median_step_seconds` leaves out
