@@ -48,6 +48,7 @@ class Placing:
     has_outputs = True
     adds_sums = True
     core_class: type[Core] = Core
+    _exchanges_in_update = False  # whether devices exchange tensors of which the optimizer needs the whole
 
     def scope(
         self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
@@ -149,7 +150,7 @@ class Placing:
     def can_compile_update(self) -> bool:
         """Whether XLA can compile the optimizer's update: not if devices communicate in it, or if one process has the
         devices of several stages, because a program changes variables of one device only."""
-        return True
+        return not self._exchanges_in_update
 
 
 def build_on_host(

@@ -50,7 +50,6 @@ class GatheringPlacing(Placing):
     """
 
     several = True
-    _exchanges_in_update = False
 
     def __init__(self, runtime: strategies.Runtime) -> None:
         topology = runtime.topology
@@ -118,11 +117,6 @@ class GatheringPlacing(Placing):
     def xla_obstacle(self) -> str:
         """See `Placing`."""
         return _NO_XLA
-
-    @property
-    def can_compile_update(self) -> bool:
-        """See `Placing`. An optimizer that needs whole tensors receives their shards from the other replicas."""
-        return not self._exchanges_in_update
 
     def _shard(
         self,

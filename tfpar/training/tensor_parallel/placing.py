@@ -39,7 +39,6 @@ class DividedPlacing(Placing):
 
     several = True
     _deals_out = True  # see `check_divided`
-    _exchanges_in_update = False
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
         self.topology: Topology = runtime.topology
@@ -85,11 +84,6 @@ class DividedPlacing(Placing):
     def xla_obstacle(self) -> str:
         """See `Placing`."""
         return COLLECTIVES_WITHIN
-
-    @property
-    def can_compile_update(self) -> bool:
-        """See `Placing`. An optimizer that needs whole tensors receives them from the other devices."""
-        return not self._exchanges_in_update
 
     def _divided(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> dict[int, Split]:
         """See `divide_layers`."""
