@@ -40,6 +40,8 @@ def weights_of_whole_replicas(model: str, **options) -> dict[str, np.ndarray]:
 def test_weights_of_whole_replicas(mesh, devices, model):
     """Clipped, with micro-batches."""
     options = {"accumulate_steps": 2, "steps": 14, **ROUNDS}
+    if model == "dense":  # by AdamW, which with a smaller epsilon makes steps of gradients that are rounding
+        options["optimizer_args"] = "epsilon=1e-5"
     found = divided.here("mirrored", mesh, devices, model=model, **options)
     expected = weights_of_whole_replicas(model, **options)
     for name, value in divided.weights_of(found).items():

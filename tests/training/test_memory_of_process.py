@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+
+from tests.own_process import ALLOCATOR, printed
 
 import pytest
 
@@ -31,22 +30,7 @@ trainer = tfpar.Trainer(
 )
 print(trainer.fit(source)["params_sha256"])
 """
-ALLOCATOR = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 MATRIX = 4_000_000
-
-
-def printed(tmp_path, text: str, *arguments: str, **environment: str) -> str:
-    """What a script prints in a process of its own, whose environment does not choose an allocator by itself.
-
-    TensorFlow 2.21 counts the tensors of a CPU only with oneDNN, which it leaves out by itself on CPUs without AVX-512,
-    and reads the variable when it is loaded: a fork of the nursery, which has loaded it, would come too late.
-    """
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    environ = {name: value for name, value in os.environ.items() if name != ALLOCATOR} | environment
-    environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def counted(tmp_path, options: dict, **environment: str) -> int:
