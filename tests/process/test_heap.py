@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 
+from tests import nursery
 from tfpar.process.cores import cores
 
 import pytest
@@ -53,6 +54,11 @@ def test_there_are_no_more_heaps_than_cores():
     assert int(heaps("plain")[1]) > int(number)
 
 
+def without_sizes(**environment: str) -> dict[str, str]:
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    return {**others, **environment}
+
+
 KEPT = """
 import ctypes, sys
 from tfpar.process.heap import keep_freed_memory
@@ -71,9 +77,8 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 def left(way: str, **environment: str) -> tuple[str, int]:
     """Whether freed memory is kept, and the KiB of a process that has taken and freed 64 MiB."""
-    others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", KEPT, way]
-    kept, number = subprocess.check_output(command, env={**others, **environment}, text=True, timeout=60).split()
+    kept, number = subprocess.check_output(command, env=without_sizes(**environment), text=True, timeout=60).split()
     return kept, int(number)
 
 
@@ -87,3 +92,54 @@ def test_freed_memory_is_kept():
 
 def test_what_the_environment_says_stays():
     assert heaps("shared", MALLOC_ARENA_MAX="5") == ["False", "5"]
+
+
+# The word before a block has a bit that says whether it was mapped.
+BLOCKS = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def is_mapped(size):
+    address = libc.malloc(ctypes.c_size_t(size)) - ctypes.sizeof(ctypes.c_size_t)
+    return bool(ctypes.c_size_t.from_address(address).value & 2)
+"""
+# The option is as TensorFlow sets it with a GeneratorDataset.
+MAPPED = f"""{BLOCKS}
+from tfpar.process.heap import keep_tensors_on_heaps
+libc.mallopt(-3, 128 << 10)
+print(is_mapped(16 << 20), keep_tensors_on_heaps(), is_mapped(16 << 20), is_mapped(48 << 20))
+"""
+TRAINS = f"""{BLOCKS}
+import keras, tfpar
+import numpy as np, tensorflow as tf
+
+def examples():
+    while True:
+        yield np.ones([4], np.float32), np.ones([1], np.float32)
+
+signature = (tf.TensorSpec([4]), tf.TensorSpec([1]))
+dataset = tf.data.Dataset.from_generator(examples, output_signature=signature)
+found = []
+trainer = tfpar.Trainer(
+    lambda: keras.Sequential([keras.Input([4]), keras.layers.Dense(1)]),
+    loss="mse", global_batch_size=4, steps=2, verbose=0,
+)
+trainer.fit(dataset, hooks=[tfpar.Hook(1, lambda state: found.append(is_mapped(1 << 20)))])
+print(*found)
+"""
+
+
+def mapped(**environment: str) -> list[str]:
+    command = [sys.executable, "-c", MAPPED]
+    return subprocess.check_output(command, env=without_sizes(**environment), text=True, timeout=60).split()
+
+
+def test_tensors_are_on_heaps_again():
+    assert mapped() == ["True", "True", "False", "True"]
+    assert mapped(MALLOC_MMAP_THRESHOLD_="200000") == ["True", "False", "True", "True"]
+
+
+def test_training_keeps_tensors_on_heaps_whatever_the_dataset():
+    done = nursery.run([sys.executable, "-c", TRAINS], env=without_sizes(), capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-2:] == ["False", "False"], done.stderr

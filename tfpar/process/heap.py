@@ -5,18 +5,20 @@ freed, where the others cannot use it. TensorFlow's threads take and free the sa
 contains most of them several times.
 
 With oneDNN, TensorFlow (2.21, `MklCPUAllocator`) takes memory for larger tensors in regions of up to hundreds of MiB,
-and never returns it.
+and never returns it. Without, and for what XLA computes with, tensors are the C library's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 
 from tfpar.process.cores import cores
 
-_ARENA_MAX, _MMAP_THRESHOLD, _TOP_PAD = -8, -3, -2  # M_ARENA_MAX and so on in glibc's malloc.h
+# M_ARENA_MAX and so on in glibc's malloc.h
+_ARENA_MAX, _MMAP_THRESHOLD, _TOP_PAD, _TRIM_THRESHOLD = -8, -3, -2, -1
 _SYSTEM_ALLOCATOR = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
 
@@ -41,8 +43,23 @@ def keep_freed_memory() -> bool:
     """
     if _is_given("MALLOC_TRIM_THRESHOLD_") or not _set(_TOP_PAD, _KEPT_BYTES, "MALLOC_TOP_PAD_"):
         return False
-    _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")  # another size stops adapting with the first option
+    keep_tensors_on_heaps()  # the first option stops what adapts the sizes of the second
     return True
+
+
+def keep_tensors_on_heaps() -> bool:
+    """Lets tensors of up to 32 MiB be on heaps, whose memory serves the next tensors; returns whether they are.
+
+    glibc takes larger blocks from the system, zeroed page by page, and returns them when they are freed. What is larger
+    begins at 128 KiB, and adapts to what a program frees, up to 32 MiB. TensorFlow (2.21, `ApplyPython311MemoryPatch`)
+    sets it to 128 KiB for good whenever it makes a GeneratorDataset, which `Dataset.from_generator` has, and the
+    iterators for several devices of a process. Call this after that, and again where TensorFlow may make another.
+
+    Nothing changes with other C libraries, or if the environment sets a size (`MALLOC_MMAP_THRESHOLD_`,
+    `GLIBC_TUNABLES`).
+    """
+    _set(_TRIM_THRESHOLD, 2 * _LARGEST_BYTES, "MALLOC_TRIM_THRESHOLD_")  # glibc adapts both to each other in this way
+    return _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")
 
 
 def return_freed_tensors() -> None:
@@ -63,9 +80,14 @@ def returns_freed_tensors() -> bool:
 
 
 def _set(option: int, value: int, variable: str) -> bool:
-    if _is_given(variable) or platform.libc_ver()[0] != "glibc":
+    if _is_given(variable) or not _is_glibc():
         return False
     return bool(ctypes.CDLL(None).mallopt(option, value))
+
+
+@functools.cache
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
 
 
 def _is_given(variable: str) -> bool:

@@ -19,6 +19,7 @@ from tfpar.parallel import replica
 from tfpar.parallel.tensor.divided_logits import gathered
 from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
+from tfpar.process.heap import keep_tensors_on_heaps
 from tfpar.training import confusion
 from tfpar.training.core import Core
 from tfpar.training.program import Program
@@ -104,7 +105,9 @@ class Evaluator:
             named(source, read),
             activity(f"evaluating {source.info.name}", count=examples_done, total=total, shown=program.reports),
         ):
-            results = evaluation.run(iter(elements), batches, without=names, calls=calls)
+            iterator = iter(elements)
+            keep_tensors_on_heaps()
+            results = evaluation.run(iterator, batches, without=names, calls=calls)
         self.confusion = evaluation.confusion if np.any(evaluation.confusion) else None
         if names and source.info.fingerprint not in self._named_distorted:
             self._named_distorted.add(source.info.fingerprint)

@@ -15,6 +15,7 @@ from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
 from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
+from tfpar.process.heap import keep_tensors_on_heaps
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.objective.outputs import check_inputs
 from tfpar.training.program import Program
@@ -72,6 +73,7 @@ class Predictor:
                     calls.begin(step)
                 with named(source, functools.partial(pipeline.indices, step, 1, worker)):
                     structure, real = forward(iterator)
+                keep_tensors_on_heaps()
                 places = pipeline.indices(step, 1, worker).reshape(-1)
                 is_example = places >= 0
                 numbers.append(places[is_example])

@@ -16,7 +16,7 @@ from tfpar.monitor.run_info import RunOutcome
 from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
-from tfpar.process.heap import returns_freed_tensors
+from tfpar.process.heap import keep_tensors_on_heaps, returns_freed_tensors
 from tfpar.process.memory import RegularReturns, return_freed_memory
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.context import RunContext
@@ -187,6 +187,7 @@ class Run:
             compiling = "compiling the step (XLA)" if context.program.jit_compile else "tracing the step"
             with activity(compiling, shown=self._loop.compiles_next and context.program.reports):
                 state = self._loop.advance(state, [last, *self._rows.boundaries(state.step)])
+            keep_tensors_on_heaps()  # the steps may have begun to read another dataset
             if self._memory:
                 self._memory.after_steps()
             watchdog.progress(f"evaluation or checkpoint after step {state.step}", patient=True)
