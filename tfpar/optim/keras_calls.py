@@ -69,6 +69,23 @@ def in_thread_state(state: dict[str, Any]) -> Iterator[None]:
         known.update(before)
 
 
+@contextlib.contextmanager
+def with_attribute(name: str, value: Any) -> Iterator[None]:
+    """In this context `thread_state` also has this value, which `attribute` returns."""
+    known = vars(global_state.GLOBAL_STATE_TRACKER)
+    before = known.get(name)
+    known[name] = value
+    try:
+        yield
+    finally:
+        known[name] = before
+
+
+def attribute(name: str) -> Any:
+    """A value of `with_attribute`; None outside of such a context."""
+    return vars(global_state.GLOBAL_STATE_TRACKER).get(name)
+
+
 def graph_of(model: keras.Model) -> Any:
     """The functional model that runs a model's graph: itself, or inside a Sequential one. None where there is none."""
     graph = model._functional if isinstance(model, keras.Sequential) else model
@@ -118,6 +135,35 @@ def restore_calls(model: keras.Model, layers: list[keras.layers.Layer]) -> None:
     for layer in (*layers, graph_of(model)):
         for name in vars(layer).pop(_REPLACED, ()) if layer is not None else ():
             vars(layer).pop(name)
+
+
+@contextlib.contextmanager
+def watched_calls(
+    model: keras.Model, around: Callable[[keras.layers.Layer], contextlib.AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """In this context a model and its layers run their own calls, each within `around(layer)`, whatever replaces them
+    otherwise."""
+    layers, graph = all_layers(model), graph_of(model)
+    owners = {id(owner): vars(owner) for owner in (*layers, graph) if owner is not None}
+    before = {key: dict(attributes) for key, attributes in owners.items()}
+    for attributes in owners.values():
+        for name in attributes.get(_REPLACED, ()):
+            attributes.pop(name, None)
+    for layer in layers:
+        vars(layer)["call"] = functools.wraps(layer.call)(functools.partial(_run_within, around, layer, layer.call))
+    try:
+        yield
+    finally:
+        for key, attributes in owners.items():
+            for name in ("call", *before[key].get(_REPLACED, ())):
+                attributes.pop(name, None)
+                if name in before[key]:
+                    attributes[name] = before[key][name]
+
+
+def _run_within(around: Callable[..., Any], layer: Any, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with around(layer):
+        return plain(*args, **kwargs)
 
 
 def _replace(layer: Any, name: str, function: Callable[..., Any]) -> None:

@@ -347,11 +347,12 @@ def at_no_place() -> Iterator[None]:
 @contextlib.contextmanager
 def at_place(place: Place) -> Iterator[Place]:
     """Returns a context in which the operations that this thread traces belong to the program of a device."""
-    before, _current.place = _current.place, place
+    before = _current.place, _current.graph
+    _current.place, _current.graph = place, tf.compat.v1.get_default_graph()
     try:
         yield place
     finally:
-        _current.place = before
+        _current.place, _current.graph = before
 
 
 def place_of_group(members: Sequence[int], number: int, device: str, workers: Sequence[int]) -> Place:
@@ -370,10 +371,12 @@ def place_of_group(members: Sequence[int], number: int, device: str, workers: Se
 
 
 class _Current(threading.local):
-    """The place of the program that this thread traces: MirroredStrategy traces every device in its own thread."""
+    """The place of the program that this thread traces, and the graph of that: MirroredStrategy traces every device in
+    its own thread."""
 
     def __init__(self) -> None:
         self.place: Place | None = None
+        self.graph: tf.Graph | None = None
 
 
 _current = _Current()
@@ -382,3 +385,8 @@ _current = _Current()
 def current_place() -> Place | None:
     """Returns the place of the program that is being traced; None where weights are whole."""
     return _current.place
+
+
+def graph_of_program() -> tf.Graph | None:
+    """Returns the graph in which the program of `current_place` begins; None where weights are whole."""
+    return _current.graph if _current.place else None

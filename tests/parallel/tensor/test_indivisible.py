@@ -169,5 +169,7 @@ def test_layers_that_run_in_a_loop_stay_whole():
     model = keras.Model(inputs, layers.Dense(64, name="last")(x))
     for rules in (None, {"own_cell/dense": "whole"}):
         assert [layer.name for layer, _ in find_layout(model, 2, rules).values()] == ["last"]
-    with pytest.raises(ConfigError, match=r"Dense 'rnn.*/dense' runs in the loop of a recurrent layer, .* Use 'whole'"):
+    with pytest.raises(
+        ConfigError, match=r"Dense 'rnn.*/dense' has calls in the loop of a recurrent layer, .* Use 'whole'"
+    ):
         find_layout(model, 2, {"own_cell/dense": "column"})

@@ -14,6 +14,7 @@ from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import model_split_of
 from tfpar.parallel.tensor.attention import ATTENDED, with_own_heads
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
+from tfpar.parallel.tensor.obstacles import check_call, reading_parts
 from tfpar.parallel.tensor.ways import (
     COLUMN,
     GATHER,
@@ -116,7 +117,11 @@ def _reverses(node: Any) -> bool:
 def _where_divided(call: Callable[..., Any]) -> Callable[..., Any]:
     def run(layer: keras.layers.Layer, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         place = current_place()
-        return plain(*args, **kwargs) if place is None else call(place, layer, plain, *args, **kwargs)
+        if place is None:
+            return plain(*args, **kwargs)
+        check_call(layer)
+        with reading_parts(layer.variables):  # those of attention, too, whose projections have no such call
+            return call(place, layer, plain, *args, **kwargs)
 
     return run
 

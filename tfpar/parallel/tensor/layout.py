@@ -11,12 +11,13 @@ import collections
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.tensor.attention import obstacle_of, ways_of_attention
 from tfpar.parallel.tensor.indivisible import Indivisible
+from tfpar.parallel.tensor.obstacles import obstacles_of
 from tfpar.parallel.tensor.ways import (
     COLUMN,
     GATHER,
@@ -38,6 +39,7 @@ import keras
 # Below this many elements, gathering costs more than it saves.
 _LARGE = 1 << 12
 _LARGE_CONVOLUTION = 1 << 16  # the same for convolutions, whose outputs are larger
+_LOOPED = "calls in the loop of a recurrent layer, in which devices cannot communicate"
 # Elementwise layers that may be between two Dense layers.
 _ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
 # Names of keras-hub's feed-forward layers.
@@ -87,23 +89,25 @@ class Finder:
     """Finds the layouts of layers.
 
     Attributes:
-      layers: All layers of the model that can be divided: without those that recurrent layers call in a loop, in which
-        devices cannot communicate (TensorFlow 2.21: they wait for each other forever).
+      every: All layers of the model.
+      layers: Those that may be divided: without those that recurrent layers call in a loop.
       size: Number of devices on the model axis.
       found: The layouts found so far.
       groups: Groups of `id`s of layers that can only be divided together.
-      indivisible: Layers that would be divided together, but whose heads or units the axis does not divide.
+      indivisible: Layers that would be divided, but for an obstacle, or because the axis does not divide their heads or
+        units.
+      obstacles: Why layers cannot be divided, by `id`; see `obstacles_of`.
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
-        every = keras_internals.all_layers(model)
-        looped = _in_loops(every)
-        self.layers = [layer for layer in every if id(layer) not in looped]
+        self.every = keras_internals.all_layers(model)
+        looped = _in_loops(self.every)
+        self.layers = [layer for layer in self.every if id(layer) not in looped]
         self.found: Layouts = {}
         self.groups: list[list[int]] = []
         self.indivisible: list[Indivisible] = []
         self.size = size
-        self._every, self._looped = every, looped
+        self.obstacles = {**obstacles_of(model), **dict.fromkeys(looped, _LOOPED)}
         self._asked: set[int] = set()
         self._by_heads: set[int] = set()
 
@@ -116,7 +120,7 @@ class Finder:
                 raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
             if way.partition(":")[0] not in WAYS:
                 raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
-            able = self._with_heads() if way == HEADS else [*filter(keras_internals.weights_made_to_learn, self._every)]
+            able = self._with_heads() if way == HEADS else [*filter(keras_internals.weights_made_to_learn, self.every)]
             matched = [layer for layer in able if expression.search(_path(layer))]
             if not matched:
                 names = sorted(map(_path, able))
@@ -143,6 +147,7 @@ class Finder:
                 f"layout[{pattern!r}]={way!r} divides {_path(layer)!r} as a whole, but an earlier rule divides "
                 f"{_path(taken[0])!r}, which is part of it. Put this rule first, or leave one of them out."
             )
+        self._check_obstacles(ways, way, pattern)
         if not self._take_all(layer, ways):
             found = self.indivisible[-1]
             raise ConfigError(
@@ -159,14 +164,19 @@ class Finder:
         if id(layer) in self._asked:
             return False
         self._asked.add(id(layer))
-        if way != WHOLE and id(layer) in self._looped:
-            raise ConfigError(
-                f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {_path(layer)!r} runs in the loop of a recurrent "
-                "layer, in which devices cannot communicate. Use 'whole', or a rule that does not match it."
-            )
+        if way != WHOLE:
+            self._check_obstacles([layer], way, pattern)
         if way != WHOLE and not self._take(layer, way):
             raise ConfigError(self._cannot(layer, way, pattern))
         return True
+
+    def _check_obstacles(self, layers: Iterable[keras.layers.Layer], way: str, pattern: str) -> None:
+        for layer in layers:
+            if id(layer) in self.obstacles:
+                raise ConfigError(
+                    f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {_path(layer)!r} has "
+                    f"{self.obstacles[id(layer)]}. Use 'whole', or a rule that does not match it."
+                )
 
     def look(self, model: keras.Model) -> None:
         """Finds the layers that divide well, in addition to those in rules."""
@@ -186,10 +196,9 @@ class Finder:
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
         inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
-        named = [(child, way) for child in inner for pattern, way in _FEED_FORWARD if pattern.search(child.name)]
-        if {way for _, way in named} == {COLUMN, ROW}:  # the router of experts alone has such a name, too
-            for child, way in named:
-                self._take_unasked(child, way)
+        named = {child: way for child in inner for pattern, way in _FEED_FORWARD if pattern.search(child.name)}
+        if {*named.values()} == {COLUMN, ROW}:  # the router of experts alone has such a name, too
+            self._take_all(layer, named)
 
     def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
         """Divides consecutive Dense layers alternately by columns and by rows; the last of an odd number stays whole.
@@ -200,7 +209,7 @@ class Finder:
         dense = [place for place, layer in enumerate(chain) if type(layer) is keras.layers.Dense]
         for first, second in zip(dense[::2], dense[1::2], strict=False):
             pair = chain[first], chain[second]
-            if not {*map(id, pair)} & (self.found.keys() | self._asked):
+            if not {*map(id, pair)} & (self.found.keys() | self._asked | self.obstacles.keys()):
                 between = dict.fromkeys(chain[first + 1 : second], OWN_NUMBERS)
                 self._take_all(pair[0], {pair[0]: COLUMN, **between, pair[1]: ROW})
 
@@ -232,7 +241,9 @@ class Finder:
         layouts = {id(layer): (layer, layout_of(layer, way, self.size)) for layer, way in ways.items()}
         if self._asked & layouts.keys():
             return False
-        obstacle = obstacle_of(owner) if ways.get(owner) == HEADS else ""
+        obstacle = next((self.obstacles[key] for key in layouts if key in self.obstacles), "")
+        if not obstacle and ways.get(owner) == HEADS:
+            obstacle = obstacle_of(owner)
         if obstacle or any(layout is None for _, layout in layouts.values()):
             self.indivisible.append(Indivisible.of(owner, ways, self.size, obstacle))
             return False
@@ -246,6 +257,9 @@ class Finder:
 
     def _take(self, layer: keras.layers.Layer, way: str) -> bool:
         layout = layout_of(layer, way, self.size)
+        if layout is not None and (obstacle := self.obstacles.get(id(layer), "")):
+            self.indivisible.append(Indivisible.of(layer, {layer: way}, self.size, obstacle))
+            return False
         if layout is not None:
             self.found[id(layer)] = layer, layout
         return layout is not None

@@ -68,7 +68,7 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
     found: Layouts = {}
     for group in _groups(finder):
         found |= _group(finder.found, group, wanted)
-    for layer in finder.layers:
+    for layer in finder.every:
         if id(layer) not in found:
             found |= _by_itself(layer, finder, wanted)
     elsewhere = [
@@ -229,6 +229,11 @@ def _by_itself(layer: keras.layers.Layer, finder: Finder, wanted: Mapping[int, _
     request = _asks(layer, wanted)
     if request is None:
         return {}
+    if obstacle := finder.obstacles.get(id(layer)):
+        raise ConfigError(
+            f"{request.rule}: {request.path} cannot be divided: {type(layer).__name__} {layer.path!r} has {obstacle}. "
+            "Set it to None."
+        )
     layout = None
     if _can_gather(layer, wanted):
         layout = layout_of(layer, GATHER, finder.size)

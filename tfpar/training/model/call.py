@@ -18,6 +18,7 @@ from tfpar.optim import keras_internals
 from tfpar.parallel import weight_shards
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import split_of
+from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.training.model.penalties import losses_of
 
 import keras
@@ -254,6 +255,7 @@ class _CallScope(keras.StatelessScope):
         self._gathered = weight_shards.Gathered()
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        check_read(variable)
         return self._gathered.of(variable, self.kept_value(variable))
 
     def kept_value(self, variable: keras.Variable) -> tf.Tensor | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from tfpar.parallel.held import held_by
 from tfpar.parallel.model_axis import current_place
 from tfpar.parallel.split import model_split_of
+from tfpar.parallel.tensor.obstacles import reading_parts
 from tfpar.parallel.tensor.positions import has_gradient_in_parts
 
 import keras
@@ -32,7 +33,8 @@ def losses_of(model: keras.Model, scope: keras.StatelessScope) -> list[tf.Tensor
         return list(model.losses)
     with _without_regularizers(apart):
         losses = list(model.losses)
-    return [*losses, *(_penalty(variable, scope.get_current_value(variable)) for variable in apart)]
+    with reading_parts(apart):
+        return [*losses, *(_penalty(variable, scope.get_current_value(variable)) for variable in apart)]
 
 
 def _is_apart(variable: keras.Variable) -> bool:

@@ -15,6 +15,7 @@ from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel import weight_shards
+from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.training.model.sharded_lookup import rows_of_lookup
 
 import keras
@@ -83,6 +84,7 @@ class _BlockScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         if id(variable) in self._learning:
             self.others[id(variable)] = variable
+        check_read(variable)
         return self._gathered.of(variable, super().get_current_value(variable))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.training.pipeline import powers
 from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
 from tfpar.training.pipeline.passes import CompiledPasses, Passes, TapedPasses
@@ -255,6 +256,7 @@ class _StageScope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         self.read[id(variable)] = variable
+        check_read(variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
