@@ -211,11 +211,22 @@ def _vocabulary(
     if kwargs.get("reverse") or (args and args[0] is True):  # logits of a tied head
         outputs = plain(place.enter(inputs), *args, **kwargs)
         return finish(_divided(place, outputs, weight_of(layer, "embeddings")))
-    rows = weight_of(layer, "embeddings").shape[0]
-    tokens = tf.cast(inputs, tf.int32) - place.rank * rows
-    own = (tokens >= 0) & (tokens < rows)
-    vectors = plain(tf.where(own, tokens, 0), *args, **kwargs)
-    return place.leave(tf.where(own[..., tf.newaxis], vectors, tf.zeros([], vectors.dtype)))
+    table = weight_of(layer, "embeddings")
+    rows, split = table.shape[0], model_split_of(table)
+    length = place.size * rows - (split.padding if split else 0)
+    tokens = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    tokens = tf.where(tokens < 0, tokens + length, tokens)  # Keras counts them from the end of the table
+    own = tokens - place.rank * rows
+    is_token = (tokens >= 0) & (tokens < length)
+    is_own = is_token & (own >= 0) & (own < rows)
+    # On CPUs, all devices refuse what is no token, as one device does. The layer adds `rows` to negative numbers.
+    no_token = tf.where(tokens < 0, tokens - rows, tokens)
+    readable = tf.where(is_own, own, tf.where(is_token, tf.zeros_like(own), no_token))
+    with tf.name_scope(f"part_of_{length}_tokens"):  # for the error message, which has the length of the part
+        vectors = plain(readable, *args, **kwargs)
+    found = place.leave(tf.where(is_own[..., tf.newaxis], vectors, tf.zeros([], vectors.dtype)))
+    # ReversibleEmbedding (Keras 3.15) computes the mask within its call.
+    return found if keras_internals.mask_of(vectors) is None else keras_internals.set_mask(found, inputs != 0)
 
 
 def _own_numbers(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
