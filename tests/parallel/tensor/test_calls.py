@@ -72,3 +72,20 @@ def test_what_is_no_token_is_refused(token):
     value = token + TOKENS * (token < 0)
     with pytest.raises(tf.errors.InvalidArgumentError, match=rf"(?s)part_of_{TOKENS}_tokens.*= {value} is not in"):
         trained(lambda: looks_up(layers.Embedding, "int64"), tokens, "mirrored", "model:2", 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "causal", "dilation_rate": 2},
+        pytest.param({"padding": "same", "strides": 2}, marks=pytest.mark.proof),
+    ],
+)
+def test_paddings_of_convolutions(options):
+    def build() -> keras.Model:
+        inputs = keras.Input((10, 64))
+        x = layers.Conv1D(512, 3, name="wide", **options)(inputs)
+        return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 10, 64)).astype(np.float32)
+    assert_as_alone(build, x, "wide/kernel")

@@ -261,8 +261,23 @@ def _product(layer: Any, inputs: Any) -> Any:
     if isinstance(layer, keras.layers.EinsumDense):
         return ops.einsum(layer.equation, inputs, layer.kernel)
     if not isinstance(layer, keras.layers.Dense):
-        return layer.convolution_op(inputs, layer.kernel)
+        return _convolution(layer, inputs)
     return ops.matmul(inputs, layer.kernel)
+
+
+def _convolution(layer: Any, inputs: Any) -> Any:
+    padding = layer.padding
+    if padding == "causal":  # `call` of Conv1D pads the inputs, `convolution_op` does not
+        padding, before = "valid", layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+        inputs = ops.pad(inputs, [[0, 0], [before, 0], [0, 0]])
+    return ops.conv(
+        inputs,
+        layer.kernel,
+        strides=list(layer.strides),
+        padding=padding,
+        dilation_rate=layer.dilation_rate,
+        data_format=layer.data_format,
+    )
 
 
 def _biased(layer: Any, outputs: Any) -> Any:
