@@ -89,3 +89,30 @@ def test_paddings_of_convolutions(options):
 
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 10, 64)).astype(np.float32)
     assert_as_alone(build, x, "wide/kernel")
+
+
+def masked(attention: Callable[[], layers.Layer], heads: int, *more: int) -> keras.Model:
+    queries, mask = keras.Input((*more, LENGTH, 32)), keras.Input((heads, LENGTH, LENGTH), dtype="bool")
+    x = attention()(queries, queries, attention_mask=mask)
+    return keras.Model([queries, mask], layers.Dense(4)(keras.ops.mean(x, axis=[*range(1, len(x.shape) - 1)])))
+
+
+@pytest.mark.parametrize(
+    ("attention", "heads", "more"),
+    [
+        (lambda: layers.MultiHeadAttention(HEADS, 8, name="attention"), HEADS, ()),
+        pytest.param(lambda: layers.MultiHeadAttention(2, 8, name="attention"), 2, (), marks=pytest.mark.proof),
+        pytest.param(lambda: layers.MultiHeadAttention(HEADS, 8, name="attention"), 1, (), marks=pytest.mark.proof),
+        pytest.param(
+            lambda: layers.GroupQueryAttention(8, HEADS, 2, name="attention"), HEADS, (), marks=pytest.mark.proof
+        ),
+        # The second dim is that of the examples' rows: all heads have the same mask.
+        (lambda: layers.MultiHeadAttention(HEADS, 8, attention_axes=2, name="attention"), HEADS, (HEADS,)),
+    ],
+    ids=["heads", "two_heads", "one_mask", "grouped", "rows"],
+)
+def test_masks_of_heads(attention, heads, more):
+    generator = np.random.default_rng(0)
+    mask = (generator.random((EXAMPLES, heads, LENGTH, LENGTH)) < 0.6) | np.eye(LENGTH, dtype=bool)
+    queries = generator.normal(size=(EXAMPLES, *more, LENGTH, 32)).astype(np.float32)
+    assert_as_alone(lambda: masked(attention, heads, *more), [queries, mask], "query/kernel")

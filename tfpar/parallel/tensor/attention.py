@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from tfpar.optim import keras_internals
 from tfpar.parallel.tensor.ways import COLUMN, HEADS, OWN_NUMBERS, ROW, Layouts, weight_of
@@ -19,11 +20,13 @@ import keras
 _PROJECTIONS = ("query", "key", "value", "attention_output")
 # Arguments of `call` that projections read: the gradient of each is the sum over the devices' heads.
 ATTENDED = ("query", "value", "key", "hidden_states", "x", "inputs", "encoder_hidden_states", "rel_embeddings")
+MASK = "attention_mask"  # of all heads, or of each, see `mask_of_own_heads`
 # Arguments that are the same for all heads, and need no gradient.
 _COMMON = (
-    *("attention_mask", "query_mask", "value_mask", "key_mask", "use_causal_mask", "position_ids", "rotary_embedding"),
+    *("query_mask", "value_mask", "key_mask", "use_causal_mask", "position_ids", "rotary_embedding"),
     *("cache", "cache_update_index", "cache_update_mask", "return_attention_scores", "training"),
 )
+_MASK_OF_HEADS = 4  # number of dims of such a mask
 # Attributes with a number of heads, or with the width that all heads have together.
 _OF_ALL_HEADS = re.compile(r"_?(num_(\w+_)?heads|hidden_dim)")
 
@@ -50,7 +53,7 @@ def obstacle_of(layer: keras.layers.Layer) -> str:
     """
     if own := [weight.name for weight in keras_internals.weights_made_to_learn(layer)]:
         return f"weights beside its projections ({', '.join(own)})"
-    unknown = [name for name in inspect.signature(layer.call).parameters if name not in (*ATTENDED, *_COMMON)]
+    unknown = [name for name in inspect.signature(layer.call).parameters if name not in (*ATTENDED, MASK, *_COMMON)]
     if unknown:
         return f"inputs that may belong to single heads ({', '.join(unknown)})"
     others = [child for child in _children(layer) if child.name not in (*_PROJECTIONS, "gate")]
@@ -88,6 +91,23 @@ def with_own_heads(layer: keras.layers.Layer, devices: int) -> Iterator[None]:
         yield
     finally:
         attributes.update(whole)
+
+
+def mask_of_own_heads(layer: keras.layers.Layer, mask: Any, rank: int, devices: int) -> Any:
+    """Returns the part of a mask for the heads of one device.
+
+    Args:
+      layer: The attention layer, with the weights of its own heads.
+      mask: `[m, heads, T, S]` with a mask for each head, for queries `[m, T, D]`; any other mask is for all heads.
+      rank: Rank of the device on the model axis.
+      devices: Number of devices on the model axis.
+    """
+    query = next((child for child in _children(layer) if child.name == _PROJECTIONS[0]), None)
+    over_one_axis = query is not None and len(query.equation.partition(",")[0]) == _MASK_OF_HEADS - 1
+    if query is None or not over_one_axis or len(mask.shape) != _MASK_OF_HEADS:
+        return mask
+    own = weight_of(query, "kernel").shape[1]
+    return mask[:, rank * own : (rank + 1) * own] if mask.shape[1] == own * devices else mask
 
 
 def _is_same_for_all_heads(child: keras.layers.Layer, attention: keras.layers.Layer) -> bool:

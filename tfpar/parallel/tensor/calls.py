@@ -12,7 +12,7 @@ from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import model_split_of
-from tfpar.parallel.tensor.attention import ATTENDED, with_own_heads
+from tfpar.parallel.tensor.attention import ATTENDED, MASK, mask_of_own_heads, with_own_heads
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
 from tfpar.parallel.tensor.obstacles import check_call, reading_parts
 from tfpar.parallel.tensor.ways import (
@@ -190,6 +190,8 @@ def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kw
     for name in ATTENDED:
         if name in bound.arguments:  # with cross-attention, T5Gemma's `inputs` are two tensors
             bound.arguments[name] = keras.tree.map_structure(enter, bound.arguments[name])
+    if bound.arguments.get(MASK) is not None:
+        bound.arguments[MASK] = mask_of_own_heads(layer, bound.arguments[MASK], place.rank, place.size)
     with with_own_heads(layer, place.size):
         outputs = plain(*bound.args, **bound.kwargs)
     return _with_all_scores(place, layer, *outputs) if bound.arguments.get("return_attention_scores") else outputs
