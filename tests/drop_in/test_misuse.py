@@ -46,8 +46,9 @@ def test_misuse_is_refused_in_one_line(alone):
         assert "\n" not in str(caught.value)
 
 
-def test_float16_with_loss_scaling_inside(alone):
-    keras.config.set_dtype_policy("mixed_float16")
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+def test_float16_with_loss_scaling_inside(alone, policy):
+    keras.config.set_dtype_policy(policy)
     optimizer = tfpar.DistributedOptimizer(
         keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
     )

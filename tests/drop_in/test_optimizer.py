@@ -131,3 +131,15 @@ def test_rates_that_cannot_be_saved_are_compared_by_name(alone, rate, name, scal
         distribution_of(optimizer).start(optimizer)
     alone.others = [lambda value: value]
     distribution_of(optimizer).start(optimizer)
+
+
+def test_gradients_and_rows_of_float16_weights_have_a_loss_scale(alone):
+    """The scale and the means are float32 where the weights are float16."""
+    table, dense = (keras.Variable(np.zeros([4, 2]), dtype="float16") for _ in range(2))
+    inner = keras.optimizers.SGD(2.0**10)
+    optimizer = tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0))
+    scaled = tf.fill([1, 2], tf.constant(8.0 * 2.0**-10, tf.float16))
+    rows = tf.IndexedSlices(scaled, tf.constant([1], tf.int64), tf.constant([4, 2], tf.int64))
+    optimizer.apply([rows, tf.repeat(scaled, 4, axis=0)], [table, dense])
+    np.testing.assert_array_equal(table.numpy(), [[0, 0], [-1, -1], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(dense.numpy(), -np.ones([4, 2]))

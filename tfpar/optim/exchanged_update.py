@@ -131,10 +131,14 @@ class ExchangedLossScaleUpdate(ExchangedUpdate):
 
 
 def _unscaled(gradient: Any, scale: tf.Tensor) -> Any:
-    """A gradient, a tensor or rows, divided by the loss scale."""
+    """A gradient, a tensor or rows, divided by the loss scale.
+
+    In float32, as the scale, also where weights are float16: small gradients do not vanish before they are exchanged.
+    """
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
-    return tf.convert_to_tensor(gradient) / scale
+        values = tf.cast(gradient.values, scale.dtype) / scale
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(tf.convert_to_tensor(gradient), scale.dtype) / scale
 
 
 def _with_summed_rows(gradient: Any) -> Any:
