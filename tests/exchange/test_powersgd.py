@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfpar import models
 from tfpar.exchange import Exchange
-from tfpar.exchange.algorithms.powersgd import PowerSGD, PowerSGDOptions
+from tfpar.exchange.algorithms.powersgd import PowerSGD, PowerSGDOptions, scaled
 
 import numpy as np
 import pytest
@@ -50,3 +50,50 @@ def test_a_step_without_a_gradient_leaves_the_factors():
         found.append(total.numpy())
     assert np.linalg.norm(found[0]) > 0.2 * np.linalg.norm(2.0 * matrix)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def bucket_of(matrix: np.ndarray) -> PowerSGD:
+    return PowerSGD(PowerSGDOptions(), [tf.TensorShape(matrix.shape)], Twins(), 0, "bucket")
+
+
+def sum_of(bucket: PowerSGD, gradient: np.ndarray) -> np.ndarray:
+    (total,), _ = bucket.reduce([tf.constant(gradient)], tf.constant(0, tf.int64))
+    return total.numpy()
+
+
+@pytest.mark.parametrize("factor", [2.0**70, 2.0**-70])
+def test_sizes_of_gradients_change_no_bits(factor):
+    """QR decompositions square numbers: 1e20 became NaN, for good, and 1e-20 zero."""
+    matrices = np.random.default_rng(0).normal(size=(3, 64, 32)).astype(np.float32)
+    usual, other = bucket_of(matrices[0]), bucket_of(matrices[0])
+    for matrix in matrices:
+        expected = sum_of(usual, matrix)
+        np.testing.assert_array_equal(sum_of(other, matrix * np.float32(factor)), expected * np.float32(factor))
+
+
+def test_a_large_step_among_usual_ones():
+    matrices = np.random.default_rng(0).normal(size=(4, 64, 32)).astype(np.float32)
+    matrices[1] *= 1e20
+    bucket = bucket_of(matrices[0])
+    for matrix in matrices:
+        assert np.isfinite(sum_of(bucket, matrix)).all()
+    assert all(np.isfinite(variable.numpy()).all() for variable in bucket.state.values())
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 3e38])
+def test_sums_that_are_not_finite_leave_the_state(value):
+    matrix = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    bucket = bucket_of(matrix)
+    sum_of(bucket, matrix)
+    before = {name: variable.numpy() for name, variable in bucket.state.items()}
+    assert not np.isfinite(sum_of(bucket, np.full_like(matrix, value))).all()
+    for name, variable in bucket.state.items():
+        np.testing.assert_array_equal(variable.numpy(), before[name])
+
+
+def test_scaling_is_exact():
+    for value in (1.0, 1.5, 3.9e18, 2e38, 1.2e-38):
+        (found,) = scaled(tf.constant([value], tf.float32)).numpy()
+        assert 1.0 <= found < 2.0
+        assert np.frexp(found)[0] == np.frexp(np.float32(value))[0]
+    np.testing.assert_array_equal(scaled(tf.zeros([2])), [0.0, 0.0])

@@ -18,11 +18,29 @@ from tfpar.exchange.registry import register
 
 import tensorflow as tf
 
+_EXPONENT = 0x7F800000  # the bits of a float32's exponent
+_LARGEST = 2.0**112  # products of two factors of the largest rank, 1024, are finite
+
 
 def matrix_shape(shape: tf.TensorShape) -> tuple[int, int]:
     """A tensor as a matrix: all dims but the last as rows; the last, Keras' dim of outputs, as columns."""
     columns = int(shape[-1])
     return shape.num_elements() // columns, columns
+
+
+def scaled(matrix: tf.Tensor) -> tf.Tensor:
+    """A float32 matrix, divided by a power of two so that its largest magnitude is from 1 to 2.
+
+    TensorFlow's QR decomposition adds up squares, which overflow from 2e19 on and vanish below 1e-19.
+    """
+    largest = tf.bitcast(tf.reduce_max(tf.abs(matrix)), tf.int32)
+    power = tf.bitcast(tf.bitwise.bitwise_and(largest, _EXPONENT), tf.float32)
+    return matrix / tf.where(power > 0.0, power, 1.0)
+
+
+def _are_usable(sums: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether the products of sums of all workers are finite, so that the next exchange may start from them."""
+    return tf.reduce_all([tf.reduce_all(tf.abs(part) < _LARGEST) for part in sums])
 
 
 def _read_rank(text: str) -> int:
@@ -63,7 +81,8 @@ class PowerSGD:
     With M_w the gradient of worker w plus its residual: P = sum of M_w Q, orthonormalised; Q' = sum of M_w^T P; the sum
     of the M_w is taken to be P Q'^T, and worker w keeps M_w - P Q'^T / W. Being linear, it needs two all-reduces of
     thin float32 matrices, and no all-gather. Every worker multiplies the same factors: the result has the same bits on
-    workers with the same processor and libraries.
+    workers with the same processor and libraries. Q and P are scaled by powers of two before they are multiplied and
+    orthonormalised, neither of which overflows then, however large M is; it changes no other bits.
 
     Args:
       options: The options.
@@ -104,15 +123,17 @@ class PowerSGD:
             ]
         before = self._cut(self.state["factors"].read_value(), self._columns)
         first, second = self._instances
-        products = [tf.matmul(matrix, factor) for matrix, factor in zip(matrices, before, strict=True)]
-        left = [tf.linalg.qr(product).q for product in self._all_reduce(products, self._rows, first)]
+        products = [tf.matmul(matrix, scaled(factor)) for matrix, factor in zip(matrices, before, strict=True)]
+        directions = self._all_reduce(products, self._rows, first)
+        left = [tf.linalg.qr(scaled(direction)).q for direction in directions]
         products = [tf.matmul(matrix, factor, transpose_a=True) for matrix, factor in zip(matrices, left, strict=True)]
         right = self._all_reduce(products, self._columns, second)
         sums = [tf.matmul(one, other, transpose_b=True) for one, other in zip(left, right, strict=True)]
         # Only its directions matter for the next step; the mean keeps it from growing. A column of zeros, as where the
         # gradient is zero, would stay zero for good, unless the first rows of later matrices are not.
+        usable = _are_usable([*directions, *right])
         after = [
-            tf.where(tf.reduce_any(new != 0.0, axis=0), new / self._group.size, old)
+            tf.where(usable & tf.reduce_any(new != 0.0, axis=0), new / self._group.size, old)
             for new, old in zip(right, before, strict=True)
         ]
         buckets.assign_or_defer(self.state["factors"], buckets.concatenated(after), pending)
@@ -120,7 +141,8 @@ class PowerSGD:
         if "worker" in self.state:
             rest = [matrix - total / self._group.size for matrix, total in zip(matrices, sums, strict=True)]
             residual_norm = tf.add_n([2.0 * tf.nn.l2_loss(part) for part in rest])
-            buckets.assign_or_defer(self.state["worker"], buckets.concatenated(rest), pending)
+            kept = tf.cond(usable, lambda: buckets.concatenated(rest), self.state["worker"].read_value)
+            buckets.assign_or_defer(self.state["worker"], kept, pending)
         result = [tf.reshape(total, shape) for total, shape in zip(sums, self.shapes, strict=True)]
         return result, tf.stack([norm, residual_norm])
 
