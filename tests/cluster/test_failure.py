@@ -107,6 +107,33 @@ def test_other_errors_pass_unchanged(answering, error):
         raise error
 
 
+STORAGE = "Error executing an HTTP request: HTTP response code 503 when reading gs://bucket/file"
+BY_OWN_DEVICE = "{{function_node __wrapped__ReadFile_device_/job:worker/replica:0/task:0/device:CPU:0}} "
+
+
+@pytest.mark.parametrize("text", [STORAGE, BY_OWN_DEVICE + STORAGE])
+def test_a_connection_of_the_program_itself_is_no_lost_worker(answering, text):
+    handler = signal.getsignal(signal.SIGTERM)
+    for kind in (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.InternalError):
+        with pytest.raises(kind, match="503"), failure.peer_errors_named(cluster_of(0)):
+            raise kind(None, None, text)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    answering.remove(3)  # nothing but the broken connection may tell of a loss
+    with pytest.raises(PeerLostError, match="lost worker 3 "), failure.peer_errors_named(cluster_of(0)):
+        raise unavailable(text)
+
+
+def test_of_asynchronous_training_tasks_are_asked_if_the_error_names_none(monkeypatch):
+    info = ClusterInfo("test", {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1", "d:1")}, "chief", 0)
+    silent: set[str] = set()
+    monkeypatch.setattr(failure, "probe_servers", lambda addresses, _: [each not in silent for each in addresses])
+    with pytest.raises(tf.errors.UnavailableError, match="503"), failure.peer_errors_named(info):
+        raise unavailable(STORAGE)
+    silent.add("c:1")
+    with pytest.raises(PeerLostError, match=r"lost ps 0 \(c:1\): "), failure.peer_errors_named(info):
+        raise unavailable("Socket closed")
+
+
 def test_alone_nothing_is_lost(answering):
     for info in (None, cluster_of(0, workers=1)):
         with pytest.raises(tf.errors.UnavailableError), failure.peer_errors_named(info):

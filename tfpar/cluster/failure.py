@@ -22,6 +22,7 @@ import types
 from collections.abc import Iterator, Sequence
 
 from tfpar.cluster import heartbeat
+from tfpar.cluster.heartbeat import probe_servers
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.rendezvous import format_tasks, wait_for_all
 from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_free
@@ -58,6 +59,8 @@ COMMUNICATION_ERRORS = (
 )
 # What it raises then, but also for other reasons.
 _AMBIGUOUS_ERRORS = (tf.errors.FailedPreconditionError, tf.errors.InternalError)
+# What it also raises with the text of a broken connection alone. Remote storage that fails does, too.
+_BROKEN_CONNECTIONS = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 
 def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
@@ -164,25 +167,53 @@ def peer_errors_named(info: ClusterInfo | None) -> Iterator[None]:
       info: The cluster; with None or one worker, errors pass unchanged.
 
     Raises:
-      PeerLostError: A collective failed because of another worker.
+      PeerLostError: A collective failed because of another worker, or a connection broke and a worker does not answer.
     """
     try:
         yield
     except (*COMMUNICATION_ERRORS, *_AMBIGUOUS_ERRORS) as error:
-        if info is None or info.num_workers < 2 or not _is_of_peers(error):
+        if info is None or info.num_workers < 2:
             raise
-        if info.num_ps:  # without collectives, the error itself names the task
-            who = format_tasks(info, _tasks_in_message(info, error)) or shortened(error.message.splitlines()[0])
-            raise PeerLostError(_server_text(who)) from error
-        raise _identify_lost_peer(error, info) from error
+        certain = _is_of_peers(error, info)
+        if not certain and not isinstance(error, _BROKEN_CONNECTIONS) and "/task:" not in error.message:
+            raise
+        find = _find_lost_server if info.num_ps else _find_lost_peer
+        lost = find(error, info, certain=certain)
+        if lost is None:
+            raise
+        raise lost from error
 
 
-def _identify_lost_peer(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
-    """Finds out which worker is lost. A SIGTERM from the launcher must not prevent this worker from reporting it."""
+def _find_lost_server(error: tf.errors.OpError, info: ClusterInfo, *, certain: bool) -> PeerLostError | None:
+    """What to say about a lost task of asynchronous training, whose errors name it; None if none is lost."""
+    lost = _tasks_in_message(info, error)
+    if not certain:
+        answers = probe_servers(info.server_addresses[1:], _PROBE_MS / 1e3)
+        lost = [place for place, answered in enumerate(answers, start=1) if not answered]
+        if not lost:
+            return None
+    return PeerLostError(_server_text(format_tasks(info, lost) or shortened(error.message.splitlines()[0])))
+
+
+def _find_lost_peer(error: tf.errors.OpError, info: ClusterInfo, *, certain: bool) -> PeerLostError | None:
+    """Finds out which worker is lost. A SIGTERM from the launcher must not prevent this worker from reporting it.
+
+    Args:
+      error: What TensorFlow raised.
+      info: The cluster.
+      certain: Whether another worker is the cause even if all answer.
+
+    Returns:
+      What to say; None if no worker is the cause.
+    """
     in_main = threading.current_thread() is threading.main_thread()
     free = sigterm_is_free()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     ranks = find_lost(error, info)
+    if not ranks and not certain:
+        if in_main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        return None
     time.sleep(_LINGER_S)
     lost = PeerLostError(_lost_text(info, ranks, error))
     if in_main:
@@ -210,9 +241,10 @@ def install_peer_loss_hook(info: ClusterInfo) -> None:
     sys.excepthook = hook
 
 
-def _is_of_peers(error: tf.errors.OpError) -> bool:
-    sure = isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError))
-    return sure or any(word in error.message for word in ("/task:", "Collective", "Coordination"))
+def _is_of_peers(error: tf.errors.OpError, info: ClusterInfo) -> bool:
+    """Whether the text is of a collective, or names another task: those of operations name this worker's devices."""
+    named = _tasks_in_message(info, error) if info.num_ps else _ranks(info, error.message)
+    return bool(named) or any(word in error.message for word in ("Collective", "Coordination"))
 
 
 def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError) -> str:
