@@ -68,7 +68,13 @@ def test_a_wrong_backend_and_a_malformed_tf_config() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--jsn", "unknown argument --jsn. Did you mean --json?"), ("--timeout=x", "--timeout=x is not a number;")],
+    [
+        ("--jsn", "unknown argument --jsn. Did you mean --json?"),
+        ("--timeout=x", "--timeout=x is not a number;"),
+        ("--timeout=nan", "--timeout=nan must be at least 0 and at most 1000000 seconds."),
+        ("--timeout=inf", "--timeout=inf must be at least 0"),
+        ("--timeout=-1", "--timeout=-1 must be at least 0"),
+    ],
 )
 def test_a_wrong_flag_is_one_line(flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

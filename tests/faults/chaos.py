@@ -75,7 +75,8 @@ class Cluster:
         environ = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG",)}
         command = [
             *(sys.executable, "-m", "tfpar.launch", f"--workers={workers}", f"--max_restarts={restarts}"),
-            *("--restart_delay=0", "--", "experiments/image_classification.py", "--dataset=digits", "--model=mlp"),
+            *(["--restart_delay=0"] if restarts else []),
+            *("--", "experiments/image_classification.py", "--dataset=digits", "--model=mlp"),
             *(f"--steps={steps}", "--global_batch_size=48", "--checkpoint_every=20", f"--eval_every={steps}"),
             *(f"--exchange={exchange}", f"--peer_timeout={PEER_TIMEOUT:g}", "--deterministic", "--uneven_batches"),
             *(f"--local_steps={local_steps}", f"--outer_fragments={fragments}", f"--transport={transport}"),

@@ -29,7 +29,7 @@ from tfpar.config import ConfigError
 from tfpar.doctor.checks import FAIL, OK, WARN, Check, check_tensorflow
 from tfpar.doctor.probe import Probe
 from tfpar.process.activity import activity
-from tfpar.process.command_line import Parser
+from tfpar.process.command_line import Parser, seconds_problem
 from tfpar.process.cores import cores
 from tfpar.process.memory import main_memory
 
@@ -278,6 +278,8 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m tfpar.doct
     parser.add_argument("--data_dir", default="", help="where data sets are kept (default: that of TFDS)")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for peers to answer (default: 5)")
     values = parser.parse_args(argv)
+    if problem := seconds_problem("--timeout", values.timeout):
+        parser.error(problem)
     with activity("checking machine, TensorFlow and cluster", shown=not values.json, in_logs=False):
         checks = examine(values.data_dir, values.timeout)
     healthy = all(check.status != FAIL for check in checks)

@@ -27,7 +27,7 @@ from tfpar.launch.console import Terminal
 from tfpar.launch.gpu_slots import NO_GPU, Slots, visible_gpus
 from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
-from tfpar.launch.parser import Parser, script_problem
+from tfpar.launch.parser import Parser, check_numbers, script_problem
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.cores import cores
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
@@ -53,9 +53,10 @@ over when the chief has ended. Without --ps it is over when all workers have end
 
 Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
 environment; training resumes from the newest checkpoint. Each further failure within a minute doubles the delay, up
-to a minute. Exit codes 2, a usage error, and 65, bad numbers, are never retried. With --min_workers=M, a
-worker that alone is the first to fail twice in a row, the second time within ten minutes, is left out with its GPUs,
-as long as M others are left; a global batch that then does not divide is shared out unevenly.
+to a minute. Exit codes 2, a usage error, and 65, bad numbers, are never retried. With --min_workers=M, which needs
+--max_restarts=2 or more, a worker that alone is the first to fail twice in a row, the second time within ten minutes,
+is left out with its GPUs, as long as M others are left; a global batch that then does not divide is shared out
+unevenly.
 
 Preemption: SIGTERM to the launcher or to any worker makes all save a checkpoint and end; exit code 85. Allow for it
 with --grace_period, and start again later. Exit code 75: a worker was lost, and --max_restarts is used up.
@@ -324,8 +325,8 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
     add("--workers", type=int, metavar="N", help="processes that train; required")
     add("--ps", type=int, default=0, metavar="K", help="parameter servers; adds a chief (default: 0)")
     add("--max_restarts", type=int, default=0, metavar="R", help="number of restarts after a failure (default: 0)")
-    add("--min_workers", type=int, default=0, metavar="M", help="continue without failing workers, down to M (0: off)")
-    add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
+    add("--min_workers", type=int, default=0, metavar="M", help="restart without failing workers, down to M (0: off)")
+    add("--restart_delay", type=float, metavar="S", help="seconds before the first restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
     add("--share_gpus", action="store_true", help="let several workers use a GPU where there are fewer than workers")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
@@ -340,17 +341,9 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
         values.workers = 1
     if values.workers is None:
         parser.error("how many processes? Give --workers=N, e.g. --workers=2.")
-    least_of = {
-        "workers": 1,
-        **dict.fromkeys(("ps", "max_restarts", "min_workers", "restart_delay", "grace_period"), 0),
-    }
-    for name, least in least_of.items():
-        if not getattr(values, name) >= least:
-            parser.error(f"--{name}={getattr(values, name)} must be at least {least}.")
-    if values.min_workers > values.workers:
-        parser.error(f"--min_workers={values.min_workers} is more than --workers={values.workers}.")
-    if values.min_workers and values.ps:
-        parser.error("--min_workers is for workers that train together; leave it out with --ps.")
+    check_numbers(parser, values)
+    if values.restart_delay is None:
+        values.restart_delay = LaunchOptions.restart_delay
     command = tuple(argv[split + 1 :])
     if not command:
         parser.error(f"no script. Put it after --, as in `{program} --workers=2 -- train.py --steps=100`.")

@@ -1,7 +1,8 @@
-"""The launcher's command line parser, and what can be wrong with the script that it is given."""
+"""The launcher's command line parser, and what can be wrong with the numbers and the script that it is given."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import importlib.util
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tfpar.process import command_line
+from tfpar.process.command_line import seconds_problem
 from tfpar.process.exit_codes import USAGE_ERROR
 from tfpar.process.suggestions import did_you_mean
 
@@ -32,6 +34,31 @@ class Parser(command_line.Parser):
             command = " ".join([self.prog, *own, "--", *unknown])
             self.exit(USAGE_ERROR, f"error: put -- before the script: {command}\n")
         super().error(message)
+
+
+def check_numbers(parser: Parser, values: argparse.Namespace) -> None:
+    """Ends the program with an error if a number is out of range, or has no effect beside the others."""
+    for name, least in {"workers": 1, **dict.fromkeys(("ps", "max_restarts", "min_workers"), 0)}.items():
+        if getattr(values, name) < least:
+            parser.error(f"--{name}={getattr(values, name)} must be at least {least}.")
+    for name in ("restart_delay", "grace_period"):
+        value = getattr(values, name)
+        if value is not None and (problem := seconds_problem(f"--{name}", value)):
+            parser.error(problem)
+    if values.min_workers > values.workers:
+        parser.error(f"--min_workers={values.min_workers} is more than --workers={values.workers}.")
+    if values.min_workers and values.ps:
+        parser.error("--min_workers is for workers that train together; leave it out with --ps.")
+    if values.min_workers and values.max_restarts < 2:
+        parser.error(
+            f"--min_workers={values.min_workers} has no effect with --max_restarts={values.max_restarts}: a worker is "
+            "left out when it fails in a restart, too. Give at least --max_restarts=2."
+        )
+    if values.restart_delay is not None and not values.max_restarts:
+        parser.error(
+            f"--restart_delay={values.restart_delay:g} has no effect with --max_restarts=0. Give --max_restarts=1 or "
+            "more, or leave it out."
+        )
 
 
 def script_problem(command: Sequence[str]) -> str | None:

@@ -9,6 +9,15 @@ from typing import NoReturn
 from tfpar.process.exit_codes import USAGE_ERROR
 from tfpar.process.suggestions import did_you_mean
 
+_MOST_SECONDS = 1_000_000  # 11 days; Linux takes milliseconds for `poll` as an int, 24 days
+
+
+def seconds_problem(flag: str, value: float) -> str | None:
+    """What is wrong with a number of seconds to wait; None if nothing is."""
+    if 0 <= value <= _MOST_SECONDS:
+        return None
+    return f"{flag}={value:g} must be at least 0 and at most {_MOST_SECONDS} seconds."
+
 
 class Parser(argparse.ArgumentParser):
     """Errors without the usage block, and with suggestions for misspelt flags."""

@@ -104,6 +104,7 @@ class StrategyConfig(ConfigBase):
         "parameter_server, the chief) then end with an error that names it. Slow workers (compiling, evaluating) still "
         "answer.",
         minimum=8.0,
+        maximum=1e6,
         may_change_on_resume=True,
         per_host=True,
     )
@@ -111,6 +112,7 @@ class StrategyConfig(ConfigBase):
         600.0,
         "Seconds that workers and parameter servers wait for each other at the start.",
         minimum=1.0,
+        maximum=1e6,
         may_change_on_resume=True,
         per_host=True,
     )
