@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import tfpar
 from tests.drop_in.alone import X, Y, fit, model_of
+from tfpar.process.exit_codes import USAGE_ERROR
 
 import keras
 import pytest
@@ -44,6 +47,19 @@ def test_misuse_is_refused_in_one_line(alone):
             misuse()
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "misuse", [lambda: tfpar.DistributedOptimizer("adamz"), tfpar.init_cluster], ids=["optimizer", "init_cluster"]
+)
+def test_misuse_is_no_failure_to_start_again_after(monkeypatch, capsys, misuse):
+    monkeypatch.setenv("TF_CONFIG", "{'cluster'}")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(tfpar.ConfigError) as caught:
+        misuse()
+    with pytest.raises(SystemExit, match=str(USAGE_ERROR)):
+        sys.excepthook(caught.type, caught.value, caught.tb)
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])

@@ -15,6 +15,7 @@ from tfpar.exchange import Exchange
 from tfpar.optim import keras_rates
 from tfpar.optim.exchanged_update import exchange_before_update, exchange_of, sum_rows_before_update
 from tfpar.optim.keras_internals import trainable_variables, variable_index
+from tfpar.process.exit_codes import install_exit_code_hook
 
 import keras
 import numpy as np
@@ -62,6 +63,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
         strategy around it, an optimizer that cannot be distributed. At the first step, on every worker: other
         variables, optimizer, exchange or weights on one of the workers; a train step under XLA.
     """
+    install_exit_code_hook()
     optimizer = _as_optimizer(optimizer)
     unbuilt = Exchange(exchange)
     if tf.distribute.has_strategy():

@@ -11,6 +11,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
+from tfpar.process.exit_codes import install_exit_code_hook
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +25,7 @@ def init_cluster(*, transport: str = "auto") -> None:
     Call it first thing in a script: devices and collectives can only be set up before TensorFlow runs its first op, and
     creating a Keras layer, optimizer or metric runs one. A worker has one device, its first visible GPU or the CPU:
     start one process per GPU. Returns once all workers are there. Without a cluster, or with a single worker, and when
-    called again, it does nothing.
+    called again, it does nothing of this. From here on an uncaught `ConfigError` is one line, and exit code 2.
 
     Args:
       transport: What carries data between workers: `auto`, `tensorflow` or `gloo`, see `--transport`.
@@ -35,6 +36,7 @@ def init_cluster(*, transport: str = "auto") -> None:
         cannot work.
     """
     global _workers
+    install_exit_code_hook()
     info = cluster.current()
     if info.num_ps or info.worker_rank < 0:
         raise ConfigError(
