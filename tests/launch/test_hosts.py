@@ -110,26 +110,36 @@ def test_a_host_of_several_workers_reports_a_failure(tmp_path):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_workers_of_a_host(tmp_path, number):
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize(
+    ("number", "end", "code"),
+    [
+        (signal.SIGHUP, "sys.exit(85)", 85),
+        (signal.SIGINT, "sys.exit(85)", 85),
+        (signal.SIGTERM, "sys.exit(85)", 85),
+        (signal.SIGTERM, "sys.exit(0)", 0),
+        (signal.SIGTERM, "os.kill(os.getpid(), signal.SIGKILL)", 137),
+    ],
+)
+def test_a_signal_ends_all_workers_of_a_host(tmp_path, number, end, code, shell):
     """Ctrl-C goes to the whole group, of which a shell without job control has background processes ignore it."""
     script = tmp_path / "waits.py"
     lines = [
         "import os, signal, sys, time",
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(85)))",
+        f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), {end}))",
     ]
     script.write_text("\n".join([*lines, "os.write(1, b'up\\n')", "time.sleep(60)"]))
     (command,) = hosts.commands([["127.0.0.1:2222", "127.0.0.1:2223"]], [str(script)])
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    shell = ["sh", "-c", f"trap : HUP INT TERM; {command}"]  # as one in which somebody types, it survives
+    started = [shell, "-c", f"trap : HUP INT TERM; {command}"]  # as one in which somebody types, it survives
     # A shell cannot trap what was ignored when it began, as SIGHUP is under nohup.
     heard = functools.partial(signal.signal, number, signal.SIG_DFL)
-    running = subprocess.Popen(shell, env=environ, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=heard)
+    running = subprocess.Popen(started, env=environ, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=heard)
     try:
         assert [running.stdout.readline() for _ in range(2)] == [b"up\n"] * 2
         os.killpg(running.pid, number)
         assert running.stdout.read() == b""  # once no worker has it open
-        assert running.wait(30) == 85
+        assert running.wait(30) == code
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)

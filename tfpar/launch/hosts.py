@@ -89,9 +89,12 @@ def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str
             all_workers = " ".join(f"$w{slot}" for slot in range(len(lines)))
             # A shell without job control has background processes ignore Ctrl-C, and passes no signal on. They ignore
             # SIGHUP as well, which a closed terminal sends to all of them, and which would end them before they have
-            # saved. A signal ends `wait` before the worker has ended.
+            # saved. A signal ends `wait` before the worker has ended, with a code above 128, as a worker's own may be:
+            # then another `wait` has the worker's, or 127 if the shell has told it already.
             passed_on = f"trap 'kill {all_workers} 2>/dev/null' INT TERM HUP;"
-            one_ended = "until wait $w || { code=$?; ! kill -0 $w 2>/dev/null; }; do :; done;"
+            once_more = "wait $w; c=$?; [ $c = 127 ] || own=$c;"
+            again = f"gone=; kill -0 $w 2>/dev/null || gone=1; {once_more} [ $gone ] && break;"
+            one_ended = f"wait $w; own=$?; while [ $own -gt 128 ]; do {again} done; [ $own = 0 ] || code=$own;"
             ended = f"for w in {all_workers}; do {one_ended} done;"
             made.append(f"( code=0; trap '' HUP; {started} {passed_on} {ended} exit $code )")
     return made
