@@ -200,3 +200,26 @@ def test_every_dtype_travels_in_every_operation():
         assert first == [[[2, 4], [6, 8]], [[1, 2], [1, 2]], [[1, 2], [3, 4]], [[2, 4]], [[2, 4], [6, 8]]]
         shares = [[[6, 8]], [[6, 8], [0, 0]]]
         assert second == [[[2, 4], [6, 8]], [[3, 4], [3, 4]], [[1, 2], [3, 4]], *shares, [[1, 2], [3, 4]]]
+
+
+NUMBERS = (
+    *(tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64),
+    *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128),
+)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: dtype.name)
+def test_channels_carry_every_type_of_numbers(dtype):
+    channel, instance = Channel(500, 501), 1000 + NUMBERS.index(dtype)
+    value = tf.cast([[0, 1, 127], [1, -1, -3]], dtype)  # unsigned: 255 and such
+
+    def run(rank: int):
+        with tf.device(f"CPU:{rank}"):
+            if rank == 0:
+                return channel.send(value, instance)
+            return channel.receive(tf.TensorSpec(value.shape, dtype), instance)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        _, received = pool.map(run, range(2))
+    assert received.dtype == dtype
+    np.testing.assert_array_equal(received.numpy(), value.numpy())

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
+from tfpar.collectives import message_types
 from tfpar.collectives.group import Capabilities, Group, channel_key, group_key, message_key
 from tfpar.process.exit_codes import SHARED_GPUS
 from tfpar_ops.codecs import GPU_PEERS
@@ -325,7 +326,7 @@ class Channel:
             pair = self._pair(self.source)
             return pair.send(value, 1 - pair.rank, instance)
         sent = tf.raw_ops.CollectiveBcastSendV2(
-            input=_as_sent(value),
+            input=message_types.as_sent(value),
             group_size=2,
             group_key=channel_key(self.source, self.target),
             instance_key=instance,
@@ -339,30 +340,21 @@ class Channel:
         if self.waits_apart:
             pair = self._pair(self.target)
             return pair.receive(spec.shape, spec.dtype, 1 - pair.rank, instance)
-        sent = _SENT_AS.get(spec.dtype, spec.dtype)
+        sent = message_types.sent_spec(spec)
         received = tf.raw_ops.CollectiveBcastRecvV2(
             group_size=2,
             group_key=channel_key(self.source, self.target),
             instance_key=instance,
-            shape=tf.constant(spec.shape.as_list(), tf.int32),
-            T=sent,
+            shape=tf.constant(sent.shape.as_list(), tf.int32),
+            T=sent.dtype,
             communication_hint="auto",
         )
         received = run_unordered(received)  # see `send`
-        received = received if sent == spec.dtype else tf.bitcast(received, spec.dtype)
-        return tf.ensure_shape(received, spec.shape)
+        return tf.ensure_shape(message_types.as_received(received, spec.dtype), spec.shape)
 
     def _pair(self, worker: int) -> Group:
         ranks = min(self.source, self.target), max(self.source, self.target)
         return _group(ranks, ranks.index(worker), ranks, self.device)
-
-
-# Types for which messages have no kernel (TensorFlow 2.21), with the type of the same size that is sent instead.
-_SENT_AS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
-
-
-def _as_sent(value: tf.Tensor) -> tf.Tensor:
-    return tf.bitcast(value, _SENT_AS[value.dtype]) if value.dtype in _SENT_AS else value
 
 
 def run_unordered(value: tf.Tensor) -> tf.Tensor:
