@@ -12,7 +12,7 @@ from typing import Any
 
 from tests import nursery
 from tfpar.commands import cli
-from tfpar.config import ConfigError, flagfiles
+from tfpar.config import flagfiles
 
 import pytest
 
@@ -149,32 +149,6 @@ def test_a_command_and_its_script_are_one_program():
     assert "plan.run()" in (ROOT / "tfpar/plan.py").read_text()
     for module, script in scripts.items():
         assert f"{module}.run()" in (ROOT / f"experiments/{script}.py").read_text()
-
-
-# Recipes by name
-
-
-def test_a_recipe_is_found_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = str(flagfiles.FOLDER / "quickstart.flags")
-    assert flagfiles.resolved(["tfpar", "--flagfile=quickstart.flags", "--steps=1"]) == [
-        "tfpar",
-        f"--flagfile={recipe}",
-        "--steps=1",
-    ]
-    assert flagfiles.resolved(["tfpar", "--flagfile", "quickstart.flags"]) == ["tfpar", "--flagfile", recipe]
-    assert flagfiles.resolved(["tfpar", "--", "--flagfile=gone"]) == ["tfpar", "--", "--flagfile=gone"]
-
-
-def test_a_file_comes_before_a_recipe_of_the_same_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart.flags").write_text("--steps=3\n")
-    assert flagfiles.resolved(["tfpar", "--flagfile=quickstart.flags"]) == ["tfpar", "--flagfile=quickstart.flags"]
-
-
-def test_a_flag_file_that_is_nowhere():
-    with pytest.raises(ConfigError, match=r"=folder/quickstart.flags: no such file. Did you mean --flagfile=quick"):
-        flagfiles.resolved(["tfpar", "--flagfile=folder/quickstart.flags"])
 
 
 def test_every_recipe_of_the_wheel_is_there():
