@@ -107,6 +107,12 @@ def test_help_names_every_command_and_its_flags():
             "train incremental --watch=. --schedule=constant --epochs=3",
             "--epochs=3 has no effect, because --watch learns from each example once, until ",
         ),
+        ("evaluate --model_file=a.keras --steps=3", "unknown flag --steps. "),
+        ("evaluate --model_file=a.keras --lora=4", "unknown flag --lora. "),
+        (
+            "evaluate --model_file=a.keras --shard=optimizer",
+            "--shard=optimizer has no effect in an evaluation, which has no optimizer and no gradients. Use --shard=",
+        ),
         (
             "evaluate --flagfile=quickstar.flags",
             "--flagfile=quickstar.flags: no such file. Did you mean --flag",
@@ -172,5 +178,8 @@ def test_train_on_two_workers_evaluate_and_export(tmp_path):
     assert "strategy multi_worker: 2 workers" in trained.stdout
     evaluated = tfpar("evaluate", "--model_file=run/model.keras", **here)
     assert '"examples": 360' in evaluated.stdout, evaluated.stderr
+    short = ["--eval_steps=2", "--eval_batch_size=50"]
+    evaluated = tfpar("evaluate", "--model_file=run/model.keras", *short, **here)
+    assert '"examples": 100' in evaluated.stdout, evaluated.stderr
     exported = tfpar("export", "--model_file=run/model.keras", "--output=saved", **here)
     assert "checked on 64 examples" in exported.stdout, exported.stderr

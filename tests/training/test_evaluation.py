@@ -205,6 +205,7 @@ def test_evaluation_has_batches_of_its_own_and_may_be_cut_short_during_training(
     every, first = source(seed=1), inputs.from_arrays(*(part[:32] for part in data(seed=1)), num_classes=CLASSES)
     assert summary["skipped_validation_examples"] == 0
     np.testing.assert_allclose(summary["eval"]["loss"], trainer.evaluate(first)["loss"], rtol=1e-6)
+    assert trainer.evaluate(every, steps=2) == pytest.approx(trainer.evaluate(first), rel=1e-6)
     complete = trainer.evaluate(every)
     assert complete["examples"] == EXAMPLES
     expected = keras_evaluate([variable.numpy() for variable in trainer.model.weights], *data(seed=1))

@@ -17,11 +17,19 @@ from collections.abc import Sequence
 import tfpar
 from tfpar.checkpoint.keras_file import gives_probabilities
 from tfpar.commands import play
-from tfpar.config import ConfigError, catalog, flags
+from tfpar.config import ConfigError, StrategyConfig, catalog, flags
 
 from absl import flags as absl_flags
 
 _EPISODES = 100
+# Those of training have no effect.
+_OPTIONS = (
+    *("dataset", "data_dir", "global_batch_size", "sequence_length", "validation_fraction", "image_size", "resize"),
+    *("crop", "cache", "on_bad_record", "prefetch", "input_threads", "data_service"),
+    *(field.name for field in dataclasses.fields(StrategyConfig) if field.name != "pipeline_schedule"),
+    *("precision", "tf32", "loss_weighting", "jit_compile", "shard", "eval_batch_size", "eval_steps", "seed"),
+    *("deterministic", "verbose", "tensorflow_log"),
+)
 
 
 def run(argv: Sequence[str] | None = None, program: str = "") -> None:
@@ -31,7 +39,7 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
       argv: The command line; `sys.argv` by default.
       program: How a user calls it; see `flags.run`.
     """
-    flags.define(sections=["input", "strategy", "precision", "train", "monitor"])
+    flags.define(sections=["input", "strategy", "precision", "train", "monitor"], options=_OPTIONS)
     absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")
     absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "Which examples.")
     flags.run(main, argv, program=program)
@@ -41,6 +49,11 @@ def main(_: list[str]) -> None:
     config, given = flags.experiment_config(), absl_flags.FLAGS
     if not given.model_file:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
+    if config.train.shard not in ("none", "weights"):
+        raise ConfigError(
+            f"--shard={config.train.shard} has no effect in an evaluation, which has no optimizer and no gradients. "
+            "Use --shard=weights to divide the weights among the replicas, or leave it out."
+        )
     tfpar.check_model_file(given.model_file)
     if env := play.trained_in(given.model_file):
         play.play_file(given.model_file, env, episodes=_EPISODES, seed=config.train.seed)
@@ -65,6 +78,6 @@ def main(_: list[str]) -> None:
             config=config,
             runtime=runtime,
         )
-        results = trainer.evaluate(source)
+        results = trainer.evaluate(source, steps=config.train.eval_steps)
     if runtime.topology.is_chief:
         print(json.dumps(results, indent=2))

@@ -49,6 +49,7 @@ def define(
     defaults: Mapping[str, Any] | None = None,
     flag_values: flags.FlagValues = flags.FLAGS,
     *,
+    options: Iterable[str] | None = None,
     rooms: Iterable[str] | None = None,
 ) -> None:
     """Defines a flag for every option of these sections.
@@ -57,6 +58,7 @@ def define(
       sections: Names from `tfpar.config.SECTIONS`, by default all of them; or of `PROGRAM_SECTIONS`.
       defaults: Maps option names to this experiment's defaults, where they differ from those of the dataclasses.
       flag_values: Where to define the flags; by default among absl's global flags.
+      options: Names of the options that the program uses; by default all of these sections.
       rooms: Deprecated name of `sections`.
 
     Raises:
@@ -71,7 +73,12 @@ def define(
     for section in chosen:
         if section not in known:
             raise unknown_name("section", section, known)
-        fields = dataclasses.fields(known[section])
+    every = [field.name for section in chosen for field in dataclasses.fields(known[section])]
+    used = set(every if options is None else options)
+    for name in used - set(every):
+        raise unknown_name("option", name, every)
+    for section in chosen:
+        fields = [field for field in dataclasses.fields(known[section]) if field.name in used]
         overrides = {field.name: remaining.pop(field.name) for field in fields if field.name in remaining}
         values = known[section](**overrides)  # validates the defaults
         types = typing.get_type_hints(known[section])
@@ -79,8 +86,7 @@ def define(
             flag = _flag(field, types[field.name], getattr(values, field.name))
             flags.DEFINE_flag(flag, flag_values, module_name=_MODULE + section)
     if remaining:
-        options = (field.name for section in chosen for field in dataclasses.fields(known[section]))
-        raise unknown_name("default", next(iter(remaining)), options)
+        raise unknown_name("default", next(iter(remaining)), [name for name in every if name in used])
 
 
 def experiment_config(

@@ -292,7 +292,8 @@ class TrainerOptions(TypedDict, total=False):
     """Examples in a batch of evaluation and prediction, over all replicas. 0: --global_batch_size."""
 
     eval_steps: int
-    """Batches of each evaluation during training, from the beginning of the validation examples. 0: all."""
+    """Batches of each evaluation during training, and of `tfpar evaluate`, from the beginning of the validation
+    examples. 0: all."""
 
     seed: int
     """Seed of initialisation, shuffling, augmentation and dropout."""

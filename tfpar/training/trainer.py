@@ -218,6 +218,7 @@ class Trainer:
         y: Any = None,
         *,
         sample_weight: Any = None,
+        steps: int | None = None,
         callbacks: Callbacks = (),
         **others: Any,
     ) -> dict[str, Any]:
@@ -228,6 +229,7 @@ class Trainer:
             sets or tuples `(x, y)`.
           y: Labels, if `source` is arrays.
           sample_weight: Sample weights, if `source` is arrays.
+          steps: Batches to use, from the beginning; None or 0: all.
           callbacks: Keras callbacks, whose test methods are called.
           **others: Must be empty, as for `fit`.
 
@@ -240,16 +242,17 @@ class Trainer:
         keras_arguments.refuse("evaluate", others)
         self._check_before_reading("evaluates while it trains: give fit(validation=...). To evaluate")
         if y is None and isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
-            return {name: self._evaluate(f"evaluate({name})", callbacks, each) for name, each in source.items()}
-        return self._evaluate("evaluate(source=...)", callbacks, source, y, sample_weight)
+            return {name: self._evaluate(f"evaluate({name})", callbacks, steps, each) for name, each in source.items()}
+        return self._evaluate("evaluate(source=...)", callbacks, steps, source, y, sample_weight)
 
-    def _evaluate(self, argument: str, callbacks: Callbacks, *data: Any) -> dict[str, Any]:
+    def _evaluate(self, argument: str, callbacks: Callbacks, steps: int | None, *data: Any) -> dict[str, Any]:
+        batches = keras_arguments.batches("evaluate", steps)
         callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
         source = keras_arguments.as_full_source(argument, *data, **self._reading)
         self._refresh()
         self.program.bind(source)
         with keras_callbacks.testing(callbacks, self.program) as (calls, tell):
-            results = self._evaluator(source, calls=calls)
+            results = self._evaluator(source, steps=batches, calls=calls)
             tell(results)
         return results
 

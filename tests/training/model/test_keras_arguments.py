@@ -117,3 +117,10 @@ def test_steps_that_the_run_does_not_have_are_not_profiled():
 def test_what_a_method_takes_is_what_messages_say(method):
     names = list(inspect.signature(getattr(tfpar.Trainer, method)).parameters)
     assert list(keras_arguments._KNOWN[method]) == names[2:-1]
+
+
+def test_steps_of_an_evaluation_are_batches():
+    assert [keras_arguments.batches("evaluate", steps) for steps in (None, 0, 3, np.int64(2))] == [0, 0, 3, 2]
+    for steps in (-1, 1.5, True, "3"):
+        with pytest.raises(ConfigError, match=rf"evaluate\(steps={steps!r}\): give a whole number of batches"):
+            keras_arguments.batches("evaluate", steps)

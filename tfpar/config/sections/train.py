@@ -133,7 +133,8 @@ class TrainConfig(ConfigBase):
     )
     eval_steps: int = option(
         0,
-        "Batches of each evaluation during training, from the beginning of the validation examples. 0: all.",
+        "Batches of each evaluation during training, and of `tfpar evaluate`, from the beginning of the validation "
+        "examples. 0: all.",
         minimum=0,
         may_change_on_resume=True,
     )

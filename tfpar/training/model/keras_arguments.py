@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ _INSTEAD = {
 _SOURCES = (inputs.Source, inputs.StreamSource, tf.data.Dataset)
 _KNOWN = {
     "fit": ("y", "sample_weight", "class_weight", "steps", "epochs", "validation", "hooks", "callbacks"),
-    "evaluate": ("y", "sample_weight", "callbacks"),
+    "evaluate": ("y", "sample_weight", "steps", "callbacks"),
     "predict": ("callbacks",),
 }
 
@@ -59,6 +60,17 @@ def refuse(method: str, given: Mapping[str, Any]) -> None:
         others = f"besides the examples it takes {', '.join(known)}."
         instead = f"{_INSTEAD[name]}." if name in _INSTEAD else f"did you mean {near[0]}=?" if near else others
         raise ConfigError(f"Trainer.{method} takes no {name}=: {instead}")
+
+
+def batches(method: str, steps: int | None) -> int:
+    """The number of batches that `steps` of a method stands for; 0: all.
+
+    Raises:
+      ConfigError: It is no whole number of at least 0.
+    """
+    if steps is not None and (not isinstance(steps, numbers.Integral) or isinstance(steps, bool) or steps < 0):
+        raise ConfigError(f"Trainer.{method}(steps={steps!r}): give a whole number of batches, at least 1; None: all.")
+    return int(steps or 0)
 
 
 def as_full_source(argument: str, *data: Any, **options: Any) -> inputs.ReadSource:
