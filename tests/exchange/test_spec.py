@@ -50,6 +50,7 @@ def test_topk_keeps_at_least_one():
         ("none:block=64", r"--exchange=none:block=64: none takes no options\. Write --exchange=none\."),
         ("int4:pattern=rink", r"pattern='rink' is not known"),
         ("int4:error_feedback=2", "error_feedback=2 is not true or false"),
+        ("int4:pattern=ring,pipeline=true", "pipeline=true has no effect with pattern=ring, which works without one"),
         ("int4:overlap=no", "overlap='no' is not true or false"),
         ("int4:warmup_steps=-1", r"warmup_steps=-1 is not a whole number of at least 0"),
         ("topk:2", r"'2' is not a share of elements in \(0, 1\]"),

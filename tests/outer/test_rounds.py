@@ -157,11 +157,21 @@ def test_what_cannot_have_local_steps_is_refused_by_name(options, message):
         validate_config(config)
 
 
-@pytest.mark.parametrize("name", ["outer_momentum", "outer_learning_rate"])
+@pytest.mark.parametrize("name", ["outer_momentum", "outer_learning_rate", "outer_time_share"])
 def test_outer_options_without_local_steps_are_refused(name):
     config = ExperimentConfig.from_flat_dict({"model": "mlp", "dataset": "digits", name: 0.5})
     with pytest.raises(ConfigError, match=rf"--{name}=0\.5 has no effect"):
         validate_config(config)
+
+
+@pytest.mark.parametrize(
+    ("length", "given"), [({"local_steps": 5}, "--local_steps=5"), ({"round_seconds": 2.0}, "--round_seconds=2")]
+)
+def test_a_share_of_the_time_is_for_rounds_whose_length_is_measured(length, given):
+    common = {"model": "mlp", "dataset": "digits", "outer_time_share": 0.5}
+    with pytest.raises(ConfigError, match=f"_time_share=0.5 has no effect with {given}: rounds have that length"):
+        validate_config(ExperimentConfig.from_flat_dict(common | length))
+    validate_config(ExperimentConfig.from_flat_dict(common | {"local_steps": "auto"}))
 
 
 def test_the_defaults_of_outer_optimizers():

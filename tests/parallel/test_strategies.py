@@ -53,6 +53,9 @@ def test_chosen_topology(options, jobs, name, replicas):
         ({"strategy": "one_device", "devices": 2}, None, "mirrored"),
         ({"strategy": "tpu"}, None, "no TPU was found"),
         ({"strategy": "parameter_server", "devices": 2}, SERVERS, "--devices"),
+        ({"transport": "gloo"}, None, "=gloo has no effect with --strategy=one_device, which has one worker"),
+        ({"transport": "gloo", "devices": 2}, None, "--transport=gloo has no effect with --strategy=mirrored"),
+        ({"tpu": "x", "strategy": "mirrored"}, None, "--tpu=x has no effect with --strategy=mirrored. Use"),
     ],
 )
 def test_refusals_say_what_to_do(options, jobs, message):

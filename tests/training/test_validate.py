@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import threading
 
@@ -181,6 +182,30 @@ def test_parameter_servers_refuse_what_needs_an_order_or_agreement():
         config = ExperimentConfig.from_flat_dict({"global_batch_size": 4, "steps": 3, **options})
         with pytest.raises(ConfigError, match=message):
             validate.validate_data(config, topology, of_shape([6]), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "instead"),
+    [
+        ({"exchange_retune_every": 9}, "every=9 has no effect with --exchange=none, wh", {"exchange": "auto"}),
+        (
+            {"exchange_retune_every": 9, "exchange": "int8:block=64"},
+            "every=9 has no effect with --exchange=int8:block=64, which measures nothing. Use --exchange=auto, or",
+            {"exchange": "auto:max_error=0.2"},
+        ),
+        ({"initial_loss_scale": 4.0}, "scale=4 has no effect with --precision=float32", {"precision": "mixed_float16"}),
+        (
+            {"loss_scale_growth_steps": 5, "precision": "mixed_bfloat16"},
+            "growth_steps=5 has no effect with --precision=mixed_bfloat16, which needs no loss scale. Use --precision=",
+            {"precision": "mixed_float16"},
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(options, message, instead):
+    common = {"dataset": "digits", "steps": 3}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_on_topology(ExperimentConfig.from_flat_dict(common | options), ONE_DEVICE)
+    check_on_topology(ExperimentConfig.from_flat_dict(common | options | instead), ONE_DEVICE)
 
 
 def test_whole_tensors_are_refused_only_where_nobody_puts_them_together():

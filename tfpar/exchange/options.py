@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from tfpar.collectives.group import Group
@@ -101,6 +101,17 @@ class Options:
           ValueError: The algorithm does not work for this number of workers, or on their devices.
         """
         del group
+
+    def check_given(self, given: Collection[str]) -> None:
+        """Refuses options that have no effect beside the others, though they have the default value.
+
+        Args:
+          given: Names of the options that were given.
+
+        Raises:
+          ValueError: One of them has no effect.
+        """
+        del given
 
     @property
     def pattern_name(self) -> str:

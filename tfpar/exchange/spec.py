@@ -23,7 +23,10 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
     name, _, rest = text.partition(":")
     algorithm = registry.get(name, flag)
     try:
-        return Spec(text, algorithm, algorithm.make_options(**_values(algorithm, text, rest, flag)))
+        values = _values(algorithm, text, rest, flag)
+        options = algorithm.make_options(**values)
+        options.check_given(values)
+        return Spec(text, algorithm, options)
     except ConfigError as error:
         if str(error).startswith(flag):
             raise

@@ -198,6 +198,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
             raise ConfigError(f"--transport=gloo does not work with --strategy={name}. Leave it out.")
     if name == "tpu":
         return _tpu_topology(config, reason, cluster)
+    _check_idle(config, name)
     gpus = count_gpus()
     device_type = "GPU" if gpus else "CPU"
     if gpus and config.devices > gpus:
@@ -219,6 +220,19 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     if name == "mirrored":
         return Topology(**_per_worker(config, 1, devices), **common)
     return _cluster_topology(config, cluster, devices, common)
+
+
+def _check_idle(config: StrategyConfig, name: str) -> None:
+    """Refuses options that have no effect with a strategy other than `tpu`."""
+    if config.tpu:
+        raise ConfigError(
+            f"--tpu={config.tpu} has no effect with --strategy={name}. Use --strategy=tpu, or leave it out."
+        )
+    if config.transport == "gloo" and name in ("one_device", "mirrored"):
+        raise ConfigError(
+            f"--transport=gloo has no effect with --strategy={name}, which has one worker. Start several workers with "
+            "`python -m tfpar.launch --workers=2 -- SCRIPT FLAGS...`, or leave it out."
+        )
 
 
 def without_auto(config: StrategyConfig) -> StrategyConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfpar.collectives.cost_model import Cost, Link, Speed
@@ -78,6 +78,14 @@ class ValueOptions(Options):
                 f"{self.pattern} adds up the payloads of all {workers} workers at once, and a GPU supports at most "
                 f"{largest}. Use pattern=ring or binary_blocks{otherwise}, where two workers at a time exchange "
                 "messages, or fewer workers with more GPUs each (--devices=0)."
+            )
+
+    def check_given(self, given: Collection[str]) -> None:
+        """Refuses a pipeline where the pattern has none; see `Options.check_given`."""
+        if "pipeline" in given and self.pipeline and not PATTERNS[self.pattern].can_pipeline:
+            raise ValueError(
+                f"pipeline=true has no effect with pattern={self.pattern}, which works without one. Use "
+                "pattern=two_phase, or leave it out."
             )
 
     @property

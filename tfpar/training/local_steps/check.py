@@ -20,6 +20,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
     """
     outer = config.outer
     outer.check_lengths()
+    _check_time_share(outer)
     if not outer.uses_rounds:
         _check_unused(outer)
         return
@@ -78,6 +79,18 @@ def _check_mesh(flag: str, config: ExperimentConfig, topology: Topology) -> None
             f"{names} does not work with --mesh={config.strategy.mesh} on GPUs: steps communicate within a replica, "
             "and an exchange at the same time would mix its calls of NCCL with theirs. Leave one of them out."
         )
+
+
+def _check_time_share(outer: OuterConfig) -> None:
+    if outer.local_steps == AUTO or outer.outer_time_share == OuterConfig.outer_time_share:
+        return
+    instead = (
+        f"--round_seconds={outer.round_seconds:g}" if outer.round_seconds else f"--local_steps={outer.local_steps}"
+    )
+    raise ConfigError(
+        f"--outer_time_share={outer.outer_time_share} has no effect with {instead}: rounds have that length. Use "
+        "--local_steps=auto, or leave it out."
+    )
 
 
 def _check_unused(outer: OuterConfig) -> None:

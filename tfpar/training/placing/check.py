@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from tfpar import precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange.sharding.check import check_sharding
 from tfpar.optim import optimizers
@@ -18,12 +21,33 @@ def check_on_topology(config: ExperimentConfig, topology: Topology) -> None:
     Raises:
       ConfigError: The first of them, with what to use instead.
     """
+    _check_idle(config)
     check_beside_mesh(config, topology.mesh)
     check_sharding(config, topology)
     check_local_steps(config, topology)
     check_segments(config, topology)
     check_offload(config, topology)
     _check_whole_tensors(config, topology)
+
+
+def _check_idle(config: ExperimentConfig) -> None:
+    """Refuses options of the exchange and the precision that have no effect beside the others."""
+    every, exchange = config.exchange.exchange_retune_every, config.exchange.exchange
+    if every and exchange.partition(":")[0] != "auto":
+        raise ConfigError(
+            f"--exchange_retune_every={every} has no effect with --exchange={exchange}, which measures nothing. Use "
+            "--exchange=auto, or leave it out."
+        )
+    chosen = config.precision
+    if precision.uses_loss_scale(chosen.precision):
+        return
+    for field in dataclasses.fields(chosen):
+        value = getattr(chosen, field.name)
+        if field.name in ("initial_loss_scale", "loss_scale_growth_steps") and value != field.default:
+            raise ConfigError(
+                f"--{field.name}={value:g} has no effect with --precision={chosen.precision}, which needs no loss "
+                "scale. Use --precision=mixed_float16, or leave it out."
+            )
 
 
 def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
