@@ -122,12 +122,12 @@ def test_training_over_both_transports_gives_the_same_weights(tmp_path):
     assert len(digests) == 1
 
 
-def test_workers_with_different_transports_are_told_so():
-    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", "gloo", "tensorflow")
+@pytest.mark.parametrize("wishes", [("gloo", "tensorflow"), ("tensorflow", "auto")])
+def test_workers_with_different_transports_are_told_so(wishes):
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", *wishes)
     said = result.stdout + result.stderr
-    assert re.search(r"\[worker 0\] error: --transport: worker 0 has gloo, worker 1 has tensorflow\. Give all", said), (
-        said
-    )
+    told = "error: --transport: worker 0 has {}, worker 1 has {}. Give all workers the same.".format(*wishes)
+    assert all(f"[worker {rank}] {told}" in said for rank in range(2)), said
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ class StillOpenError(Exception):
     """Why a port stays open on all addresses."""
 
 
+class LoopbackNameError(StillOpenError):
+    """A name of this machine that is a loopback address here, as Debian writes it to /etc/hosts."""
+
+
 def own_addresses(host: str, environ: Mapping[str, str] | None = None) -> list[Address]:
     """The addresses of this machine that a host name of TF_CONFIG stands for; none for loopback, always let in.
 
@@ -69,7 +73,7 @@ def own_addresses(host: str, environ: Mapping[str, str] | None = None) -> list[A
     outside = [address for address in sorted(found, key=str) if not address.is_loopback]
     if not outside:
         if is_name:  # Debian gives a machine's name 127.0.1.1
-            raise StillOpenError(f"{host} is a loopback address on this machine, and cannot be one for its peers")
+            raise LoopbackNameError(f"{host} is a loopback address on this machine, and cannot be one for its peers")
         return []
     own = [address for address in outside if _is_own(address)]
     if not own or len(own) > _MOST:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import inspect
+import ipaddress
 import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -62,20 +64,68 @@ def check_usable(what: str) -> None:
         )
 
 
-def obstacle(address: str) -> str:
+def check_address(what: str, info: ClusterInfo) -> None:
+    """Raises an error if the other workers could not reach this one on the address on which it would listen.
+
+    Args:
+      what: The flag and its value.
+      info: The cluster.
+
+    Raises:
+      ConfigError: With the reason and what to do. An address that is none of this machine's is refused later, when it
+        is listened on: a name may not resolve yet.
+    """
+    try:
+        _usable_addresses(info)
+    except port_filter.LoopbackNameError as reason:
+        raise ConfigError(
+            f"{what}: this worker cannot listen on its own address: {reason}. Name another address of this machine in "
+            f"{info.source}, or use --transport=tensorflow."
+        ) from reason
+    except port_filter.StillOpenError:
+        return
+
+
+def obstacle(info: ClusterInfo) -> str:
     """The reason why this worker cannot use the transport, as far as it is known before connecting; empty if it can.
 
     Args:
-      address: Its `host:port` in the cluster description.
+      info: The cluster.
     """
     if reason := why_unusable():
         return reason.split(". ")[0].rstrip(".")
-    host, _ = host_and_port(address)
     try:
-        port_filter.own_addresses(host, {})
+        _usable_addresses(info)
     except port_filter.StillOpenError as reason:
         return f"it cannot listen on its own address: {reason}"
     return ""
+
+
+def _usable_addresses(info: ClusterInfo) -> list[port_filter.Address]:
+    """The addresses of this worker on which others reach it; none if that is over loopback, on the same machine.
+
+    Raises:
+      StillOpenError: There is none.
+    """
+    hosts = {host_and_port(address)[0] for address in info.worker_addresses}
+    try:
+        return port_filter.own_addresses(host_and_port(info.address)[0], {})
+    except port_filter.LoopbackNameError:
+        if len(hosts) == 1:
+            return []
+        raise
+
+
+def listening_host(info: ClusterInfo) -> str:
+    """The name or address on which this worker listens: of a name with several addresses, one that others reach."""
+    host, _ = host_and_port(info.address)
+    try:
+        usable = _usable_addresses(info)
+        # In the order that the system prefers, and with the interface of a link-local address.
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)] if usable else []
+    except (port_filter.StillOpenError, OSError):  # named when the worker cannot listen
+        return host
+    return next((each for each in found if ipaddress.ip_address(each.partition("%")[0]) in usable), host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +202,6 @@ def start(
     device = _GPUS[has_nccl()] if for_gpus else "CPUs"
     wish = json.dumps([transport, in_the_way, device])
     context.context().set_config_key_value(f"{_PREFIX}/of/{info.worker_rank}", wish)
-    if transport == "tensorflow":
-        return Choice(transport)  # the others compare
     wishes = [tuple(json.loads(text)) for text in _ask_all(info, f"{_PREFIX}/of", deadline)]
     choice = choose(wishes)
     if choice.transport == "tensorflow":
@@ -197,7 +245,7 @@ def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, 
     if rank == 0:
         store.set_config_key_value(f"{_PREFIX}/token", secrets.token_hex(_TOKEN_BYTES))
     token = _ask(f"{_PREFIX}/token", deadline, "worker 0")
-    host, _ = host_and_port(info.worker_addresses[rank])
+    host = listening_host(info)
     mesh, result = 0, ""
     try:
         mesh = library.listen(rank, _names(info), host, token, _CONNECT_S)
@@ -251,7 +299,7 @@ def _ask(key: str, deadline: float, who: str) -> str:
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError) as error:
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"--transport=gloo: {who} did not publish its address in time (--start_timeout). See its log."
+                    f"{who} did not take part in the choice of --transport in time (--start_timeout). See its log."
                 ) from error
             time.sleep(0.05)
 

@@ -299,10 +299,11 @@ def _transport(config: StrategyConfig, cluster: ClusterInfo, device_type: str) -
     """Returns the transport between the workers of `multi_worker`, or `auto` with this worker's part of the choice."""
     if config.transport == "auto":
         uses_nccl = device_type == "GPU" and has_nccl()
-        reason = "GPUs use NCCL" if uses_nccl else gloo_mesh.obstacle(cluster.address)
+        reason = "GPUs use NCCL" if uses_nccl else gloo_mesh.obstacle(cluster)
         return {"transport": "auto", "transport_reason": reason}
     if config.transport == "gloo":
         gloo_mesh.check_usable("--transport=gloo")
+        gloo_mesh.check_address("--transport=gloo", cluster)
     return {"transport": config.transport}
 
 
