@@ -34,6 +34,14 @@ def test_topk_takes_the_share_it_keeps(text, keep, block):
     assert (codec.keep, codec.block) == (keep, block)
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("topk:block=64,share=0.1", "topk:0.1,block=64"), ("powersgd:rank=2", "powersgd:2"), ("topk:share=1", "topk:1")],
+)
+def test_the_first_option_may_have_its_name(text, same):
+    assert specs.parse(text).options == specs.parse(same).options
+
+
 def test_topk_keeps_at_least_one():
     assert specs.parse("topk:0.0001,block=64").options.codec.keep == 1
 
@@ -42,6 +50,11 @@ def test_topk_keeps_at_least_one():
     ("text", "message"),
     [
         ("int5", r"--exchange='int5' is not known\. Did you mean 'int"),
+        ("INT8", r"--exchange='INT8' is not known\. Did you mean 'int8'"),
+        ("topk:0.1,share=0.2", "share is given twice, the first time without its name"),
+        ("topk:share=2", r"topk:share=2: '2' is not a share of elements in \(0, 1\]"),
+        ("powersgd:rank=4.0", "'4.0' is not a rank from 1 to 1024"),
+        ("powersgd:rnk=4", r"option='rnk' is not known\. Did you mean 'rank'"),
         ("int4:blok=64", r"option='blok' is not known\. Did you mean 'block'"),
         ("int4:block=100", r"int4:block=100: .*block=100 is not one of 64, 128, 256, 512, 1024, 2048, 4096 elements"),
         ("int4:block=a", r"--exchange=int4:block=a: .* is not a whole number; allowed are 64, 128, .* 4096 elements"),

@@ -14,7 +14,7 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
 
     Args:
       text: Name, then after a colon options as `key=value`, separated by commas. One option of an algorithm may come
-        first without its name, such as the share of elements that `topk` sends.
+        first without its name, such as the share of elements that `topk` sends: `topk:0.01` is `topk:share=0.01`.
       flag: Where the text came from; named in errors.
 
     Raises:
@@ -53,7 +53,7 @@ def _values(algorithm: Algorithm, text: str, rest: str, flag: str) -> dict[str, 
         value, _, rest = rest.partition(",")
         if value:
             values[first.name] = first.metadata["read"](value)
-    fields = algorithm.fields
+    fields = [*([first] if first else []), *algorithm.fields]
     if not fields and rest:
         raise ConfigError(f"{flag}={text}: {algorithm.name} takes no options. Write {flag}={algorithm.name}.")
     prefix = text.removesuffix(rest) if rest else text
@@ -64,6 +64,10 @@ def _values(algorithm: Algorithm, text: str, rest: str, flag: str) -> dict[str, 
             if field.name in given:
                 raise ValueError(f"{alias} is another name for {field.name}; give one of them.")
             given[field.name] = given.pop(alias)
+    if first is not None and first.name in given:
+        if first.name in values:
+            raise ValueError(f"{first.name} is given twice, the first time without its name; give it once.")
+        values[first.name] = first.metadata["read"](str(given.pop(first.name)))
     known = [name for field in fields for name in (field.name, field.metadata["alias"]) if name]
     for key in given:
         if key not in known:

@@ -18,5 +18,8 @@ def did_you_mean(
       most: How many are named at most.
       cutoff: How near they must be, from 0 to 1.
     """
-    near = difflib.get_close_matches(name, [*known], n=most, cutoff=cutoff)
+    folded: dict[str, str] = {}  # so that INT8 is near int8
+    for one in known:
+        folded.setdefault(one.casefold(), one)
+    near = [folded[one] for one in difflib.get_close_matches(name.casefold(), folded, n=most, cutoff=cutoff)]
     return f" Did you mean {' or '.join(map(show, near))}?" if near else ""
