@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tfpar.cluster.info import current
 from tfpar.config import ConfigError
-from tfpar.process.command_line import Parser
+from tfpar.process.command_line import Parser, end_with_reader
 from tfpar.process.exit_codes import USAGE_ERROR
 
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    end_with_reader()
     print(info.describe())
     for place, address in enumerate(info.server_addresses):
         marker = "  (this process)" if address == info.address else ""

@@ -9,10 +9,10 @@ import dataclasses
 import difflib
 import importlib
 import importlib.metadata
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from tfpar.process.command_line import end_with_reader
 from tfpar.process.exit_codes import USAGE_ERROR
 
 
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         return _fail(f"{' '.join(words)}: name a command.", words, commands)
     if arguments[0] in _HELP:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is not an error
+        end_with_reader()
         print(help_text(words, commands))
         return 0
     return _fail(_unknown(arguments[0], words, commands), words, commands)

@@ -22,7 +22,6 @@ import functools
 import logging as stdlib_logging
 import re
 import shutil
-import signal
 import sys
 import textwrap
 import typing
@@ -35,6 +34,7 @@ from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import PROGRAM_SECTIONS, SECTIONS, ExperimentConfig, every_field
 from tfpar.config.fields import range_text
 from tfpar.process import logs
+from tfpar.process.command_line import end_with_reader
 from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
 from tfpar.process.suggestions import did_you_mean
 
@@ -213,7 +213,10 @@ def _unknown_flag(name: str, values: flags.FlagValues, program: str) -> str:
 
 
 # Flags of `tfpar.launch`, which belong before `--`.
-_LAUNCHER = ("workers", "ps", "max_restarts", "min_workers", "restart_delay", "grace_period", "log_dir", "hosts")
+_LAUNCHER = (
+    *("workers", "ps", "max_restarts", "min_workers", "restart_delay", "grace_period"),
+    *("share_gpus", "log_dir", "hosts"),
+)
 
 
 # From fields to flags.
@@ -310,7 +313,7 @@ class _HelpFlag(flags.BooleanFlag):
     def parse(self, argument: Any) -> None:
         super().parse(argument)
         if self.value:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is not an error
+            end_with_reader()
             print(help_text(flags.FLAGS, self._module, self._program))
             sys.exit(0)
 

@@ -29,7 +29,7 @@ from tfpar.config import ConfigError
 from tfpar.doctor.checks import FAIL, OK, WARN, Check, check_tensorflow
 from tfpar.doctor.probe import Probe
 from tfpar.process.activity import activity
-from tfpar.process.command_line import Parser, seconds_problem
+from tfpar.process.command_line import Parser, end_with_reader, seconds_problem
 from tfpar.process.cores import cores
 from tfpar.process.memory import main_memory
 
@@ -179,6 +179,7 @@ def check_cluster(timeout: float) -> Iterator[Check]:
     """The role of this process, and whether it reaches its peers within `timeout` seconds."""
     try:
         info = cluster.detect()
+        port_filter.is_open()
     except ConfigError as error:
         yield Check("cluster", FAIL, str(error), "Correct it, or unset it to train on this machine alone.")
         return
@@ -283,6 +284,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m tfpar.doct
     with activity("checking machine, TensorFlow and cluster", shown=not values.json, in_logs=False):
         checks = examine(values.data_dir, values.timeout)
     healthy = all(check.status != FAIL for check in checks)
+    end_with_reader()
     if values.json:
         print(json.dumps({"ok": healthy, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 from typing import NoReturn
 
 from tfpar.process.exit_codes import USAGE_ERROR
@@ -17,6 +18,11 @@ def seconds_problem(flag: str, value: float) -> str | None:
     if 0 <= value <= _MOST_SECONDS:
         return None
     return f"{flag}={value:g} must be at least 0 and at most {_MOST_SECONDS} seconds."
+
+
+def end_with_reader() -> None:
+    """Makes this program end without a traceback once nobody reads its output, as in `| head`."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 class Parser(argparse.ArgumentParser):
