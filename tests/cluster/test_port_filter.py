@@ -13,7 +13,9 @@ import sys
 
 from tests import nursery
 from tests.integration.test_multi_worker import launch
-from tfpar.cluster import port_filter
+from tfpar.cluster import ClusterInfo, port_filter
+from tfpar.config import ConfigError, StrategyConfig
+from tfpar.parallel.topology import choose_topology
 
 import pytest
 
@@ -117,6 +119,15 @@ def test_what_cannot_be_told_leaves_the_port_open_and_says_why(address, environ,
         with pytest.raises(port_filter.StillOpenError, match=why):
             port_filter.restrict(address.format(port=port), environ)
         assert reaches("127.0.0.1", port)
+
+
+def test_an_unknown_value_of_the_variable_is_refused_before_a_port_is_open(monkeypatch):
+    assert not port_filter.is_open({"TFPAR_LISTEN": ""})
+    info = ClusterInfo("TF_CONFIG", {"worker": ("127.0.0.1:1", "127.0.0.1:2")}, "worker", 0)
+    monkeypatch.setenv("TFPAR_LISTEN", "ALL")
+    for use in (lambda: choose_topology(StrategyConfig(), info), lambda: port_filter.own_addresses("127.0.0.1")):
+        with pytest.raises(ConfigError, match=r"TFPAR_LISTEN='ALL' is not known\. Set it to all, which .* or unset it"):
+            use()
 
 
 def test_a_name_that_is_loopback_here_only_is_not_trusted(monkeypatch):

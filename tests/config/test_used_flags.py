@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tfpar.config import ConfigError, flags
+from tfpar.launch.cli import LaunchOptions
 
 import pytest
 from absl import flags as absl_flags
@@ -30,3 +33,7 @@ def test_only_the_options_that_a_program_uses_are_flags():
 def test_options_that_are_none_of_the_sections(keywords, message):
     with pytest.raises(ConfigError, match=message):
         flags.define(["train"], flag_values=absl_flags.FlagValues(), **keywords)
+
+
+def test_every_flag_of_the_launcher_is_known_as_one():
+    assert {*flags._LAUNCHER} == {field.name for field in dataclasses.fields(LaunchOptions)} - {"command"}

@@ -141,6 +141,8 @@ def test_shares_that_cannot_be(monkeypatch):
     with pytest.raises(tfpar.ConfigError, match="not generator"):
         tfpar.shard(iter_of := (value for value in range(3)))
     del iter_of
+    with pytest.raises(tfpar.ConfigError, match="arrays, not SparseTensor"):
+        tfpar.shard(tf.sparse.from_dense(np.eye(4)))
 
 
 # With a cluster

@@ -22,6 +22,8 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfpar.config import ConfigError
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 VARIABLE = "TFPAR_LISTEN"
@@ -44,6 +46,24 @@ class LoopbackNameError(StillOpenError):
     """A name of this machine that is a loopback address here, as Debian writes it to /etc/hosts."""
 
 
+def is_open(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the port is to stay open on all addresses, as TFPAR_LISTEN says.
+
+    Args:
+      environ: The environment variables; `os.environ` by default.
+
+    Raises:
+      ConfigError: It says something else.
+    """
+    value = (os.environ if environ is None else environ).get(VARIABLE, "")
+    if value not in ("", "all"):
+        raise ConfigError(
+            f"{VARIABLE}={value!r} is not known. Set it to all, which leaves TensorFlow's port open on every address "
+            "of this machine, or unset it."
+        )
+    return value == "all"
+
+
 def own_addresses(host: str, environ: Mapping[str, str] | None = None) -> list[Address]:
     """The addresses of this machine that a host name of TF_CONFIG stands for; none for loopback, always let in.
 
@@ -55,8 +75,7 @@ def own_addresses(host: str, environ: Mapping[str, str] | None = None) -> list[A
       StillOpenError: TFPAR_LISTEN=all; or the name stands for no address of this machine, as behind a service's virtual
         address, or for loopback, which it cannot do elsewhere.
     """
-    environ = os.environ if environ is None else environ
-    if environ.get(VARIABLE) == "all":
+    if is_open(environ):
         raise StillOpenError(f"{VARIABLE}=all")
     literal = host.strip("[]")
     if literal.lower() == "localhost":

@@ -102,7 +102,8 @@ def shard(*data: Any) -> Any:
             return dataset.shard(workers, worker)
         return dataset.shard(workers, worker).take(_share(examples, workers))
     leaves = tf.nest.flatten(data[0])
-    if not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
+    # A tf.SparseTensor has a shape, but no parts.
+    if not all(hasattr(leaf, "shape") and len(leaf.shape) and hasattr(leaf, "__getitem__") for leaf in leaves):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
         raise ConfigError(
             f"tfpar.shard() takes a tf.data.Dataset or arrays, not {kinds}. Cut other data with tfpar.rank() and "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tfpar.cluster import port_filter
 from tfpar.cluster.info import ClusterInfo
 from tfpar.collectives import gloo_mesh
 from tfpar.collectives.tensorflow import count_gpus, has_nccl
@@ -269,6 +270,7 @@ def _cluster_topology(
 ) -> Topology:
     """Returns the topology of `multi_worker` or `parameter_server`; `common` has name, reason and device type."""
     name = common["name"]
+    port_filter.is_open()  # refuses a wrong value of its variable before a port is open
     if cluster is None:
         tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
         raise ConfigError(
