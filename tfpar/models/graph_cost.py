@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tfpar.optim.keras_draws import drawing
+
 import keras
 import tensorflow as tf
 
@@ -68,7 +70,8 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
     def step(inputs: list[tf.Tensor], weights: list[tf.Tensor], state: list[tf.Tensor]) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            outputs, _ = model.stateless_call(weights, state, in_structure(model, inputs), training=True)
+            with drawing():
+                outputs, _ = model.stateless_call(weights, state, in_structure(model, inputs), training=True)
             loss = stand_in_loss(outputs)
         forward.extend(tf.compat.v1.get_default_graph().get_operations())
         results.extend(tf.nest.flatten(outputs))

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from tfpar.optim.keras_deferred import is_deferred
+from tfpar.optim.keras_deferred import SEEDS, is_deferred
 from tfpar.optim.keras_internals import Internal, all_layers
 
 import keras
@@ -84,6 +84,20 @@ def with_attribute(name: str, value: Any) -> Iterator[None]:
 def attribute(name: str) -> Any:
     """A value of `with_attribute`; None outside of such a context."""
     return vars(global_state.GLOBAL_STATE_TRACKER).get(name)
+
+
+def unseeded_generator() -> Any:
+    """The generator from which Keras' random operations without a seed draw in this thread; None before any did."""
+    return attribute(SEEDS)
+
+
+def drawing_from(generator: Any) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which Keras' random operations without a seed draw from another generator, in this thread.
+
+    Args:
+      generator: Has the method `next` of a `keras.random.SeedGenerator`.
+    """
+    return with_attribute(SEEDS, generator)
 
 
 def graph_of(model: keras.Model) -> Any:

@@ -24,12 +24,13 @@ _GLOBAL_STATE = "keras.src.backend.common.global_state"
 INTERNALS = (
     Internal("uninitialized_variables", _GLOBAL_STATE, "placing", "variables that wait for the end of the scope"),
     Internal("object_name_uids", _GLOBAL_STATE, "placing", "counts of names, such as those of `dense_1`"),
-    Internal("global_seed_generator", _GLOBAL_STATE, "placing", "the seeds of unseeded random operations"),
+    Internal("global_seed_generator", _GLOBAL_STATE, "placing, calling", "the seeds of unseeded random operations"),
     Internal("__init__", "Variable", "placing", "takes an initializer or a value, shape, dtype in this order"),
     Internal("_deferred_initialize", "Variable", "placing", "gives a variable its initial value"),
     Internal("_initializer", "Variable", "placing", "of a variable without a value, which `numpy` calls"),
 )
-_WAITING, _NAMES, _SEEDS = "uninitialized_variables", "object_name_uids", "global_seed_generator"
+SEEDS = "global_seed_generator"
+_WAITING, _NAMES = "uninitialized_variables", "object_name_uids"
 _VALUE_OF = "tfpar_value_of"
 
 M = TypeVar("M")
@@ -38,6 +39,15 @@ M = TypeVar("M")
 def is_deferred(variable: keras.Variable) -> bool:
     """Whether a variable has no value yet. Its `numpy` computes the initial value, and keeps nothing."""
     return variable._value is None
+
+
+def without_value(name: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
+    """A variable that never gets a value of its own: a name for one that a `StatelessScope` has."""
+    with keras.StatelessScope(initialize_variables=False):
+        variable = keras.Variable("zeros", shape, dtype, trainable=False, name=name)
+    waiting = global_state.get_global_attribute(_WAITING)
+    global_state.set_global_attribute(_WAITING, [each for each in waiting if each is not variable])
+    return variable
 
 
 def made_deferred(make: Callable[[], M], variables_of: Callable[[M], list[keras.Variable]]) -> M | None:
@@ -54,7 +64,7 @@ def made_deferred(make: Callable[[], M], variables_of: Callable[[M], list[keras.
       The function's result. None if it fails, in which case nothing has changed.
     """
     states, counts = (random.getstate(), np.random.get_state()), dict(global_state.get_global_attribute(_NAMES) or {})
-    generator = global_state.get_global_attribute(_SEEDS)
+    generator = global_state.get_global_attribute(SEEDS)
     scope = _RecordingScope()
     with scope, _with_initializers():
         try:
@@ -66,7 +76,7 @@ def made_deferred(make: Callable[[], M], variables_of: Callable[[M], list[keras.
     if made is None or any(map(tf.is_symbolic_tensor, scope.state_mapping.values())):
         random.setstate(states[0])
         np.random.set_state(states[1])
-        global_state.set_global_attribute(_SEEDS, generator)
+        global_state.set_global_attribute(SEEDS, generator)
         _restore_counts(counts)
         return None
     own = {id(variable) for variable in variables_of(made)}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from tfpar import precision
 from tfpar.models import example_weights, uses_synchronized_statistics
+from tfpar.optim.keras_draws import drawing
 from tfpar.training.model.call import call_model, check_agreement, recording
 from tfpar.training.model.unreached import Unreached
 from tfpar.training.objective import Batch, Forward, LocalSums, Objective, ObjectiveSums, Tensors
@@ -63,8 +64,9 @@ class Core:
 
         Args:
           params: Values of `model.trainable_variables`, float32.
-          state: Values of `model.non_trainable_variables`. Seed-generator states among them are replaced by
-            ones derived from `seed`, so that randomness depends on `seed` alone.
+          state: Values of `model.non_trainable_variables`. Seed-generator states among them, and that of Keras'
+            generator for draws without a seed, are replaced by ones derived from `seed`, so that randomness depends on
+            `seed` alone.
           batch: `(x, y, weight)`: x `[m, ...]`, y `[m, ...]`, weight float32 `[m]`; padding has weight 0.
           seed: Int32 `[2]`, different for every (run, step, replica, micro-batch).
           loss_scale: Float32 scalar that the loss is multiplied by before the backward pass, or None for no scaling.
@@ -92,10 +94,12 @@ class Core:
         if self.augmentation is not None:
             variables = self.augmentation.non_trainable_variables
             seeds = with_seed_states(variables, [None] * len(variables), seed, salt=1)
-            x, _ = self.augmentation.stateless_call([], seeds, x, training=True)
+            with drawing(fold_in(seed, 2)):
+                x, _ = self.augmentation.stateless_call([], seeds, x, training=True)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
-            with example_weights(weight), recording(tape, self.model_metrics) as record:
+            unseeded = drawing(self.draw_seed(fold_in(seed, 3)))
+            with unseeded, example_weights(weight), recording(tape, self.model_metrics) as record:
                 sums = self.sums_of(params, state, (x, y, weight), training=True, scales=scales)
             # Float8 layers also keep statistics of gradients. These are the gradients of a mean, as in `fit`.
             divided = loss_scale is not None or bool(self.overwritten)
@@ -106,12 +110,17 @@ class Core:
             check_agreement(self.model, record, (*tf.nest.flatten(batch), seed), state, sums.state)
         return Forward(tape, params, record, sums, scaled, divisor)
 
+    def draw_seed(self, seed: tf.Tensor) -> tf.Tensor:
+        """The seed of what the model and its loss draw without a seed of their own, from one of the micro-batch."""
+        return seed
+
     def sums_of(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
         """The objective's sums for a micro-batch; see `Objective`."""
         given = {} if scales is None else {"scales": scales}  # only an objective that needs scales must take them
-        return check_sums(self.objective(params, state, batch, training=training, **given), self.objective)
+        with drawing():
+            return check_sums(self.objective(params, state, batch, training=training, **given), self.objective)
 
     def backward(self, forward: Forward) -> LocalSums:
         """The backward pass of `loss_and_grads`."""
@@ -309,7 +318,8 @@ class Core:
 
         def added(index: Any, total: tf.Tensor) -> tf.Tensor:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
-            sums = self.objective(params, state, micro_batch, training=False)
+            with drawing():
+                sums = self.objective(params, state, micro_batch, training=False)
             return total + tf.stack([sums.count, *sums.metrics[1 : 2 * terms : 2]])
 
         total = tf.zeros([1 + terms])

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
-from tfpar.optim import keras_internals
+from tfpar.optim import keras_calls, keras_internals
+from tfpar.optim.keras_draws import current_draws, draw_state, is_reachable
 from tfpar.parallel import weight_shards
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import split_of
@@ -118,7 +119,7 @@ def call_model(model: keras.Model, params: Tensors, state: Tensors, x: Any, *, t
       training: Whether the model runs in training mode.
 
     Raises:
-      ConfigError: A variable is assigned inside a loop or branch of the model.
+      ConfigError: A variable is assigned inside a loop or branch of the model; or, in training, one of another owner.
     """
     call, _ = call_and_then(model, params, state, x, lambda outputs: None, training=training)
     return call
@@ -158,8 +159,10 @@ def call_and_then(
         *((variable, value) for variable, value in zip(others, state, strict=True) if not _in_part(variable)),
         *zip(sums, record.metric_sums or [variable.value for variable in sums], strict=True),
     ]
+    draws, draw = current_draws(), draw_state()
     with (
-        _CallScope(mapping, trainable, record) as scope,
+        keras_calls.drawing_from(draws),
+        _CallScope([*mapping, (draw, draws.settled(draws.outside))], trainable, record) as scope,
         keras_internals.unscaled_losses(),
         weight_shards.shown_gathered(model.variables),
     ):
@@ -169,8 +172,10 @@ def call_and_then(
         scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
+        scope.check_assigned()
         losses = _each_once(losses_of(model, scope))
         result = follow(outputs)
+    draws.outside = scope.kept_value(draw)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]
     new_state = [_outside(scope, variable, value) for variable, value in zip(others, state, strict=True)]
     for index, _ in record.leaves:
@@ -250,6 +255,7 @@ class _CallScope(keras.StatelessScope):
         self, mapping: list[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable], record: CallRecord
     ) -> None:
         super().__init__(state_mapping=mapping, collect_losses=True)
+        self._known, self._lost = {id(variable) for variable, _ in mapping}, list[keras.Variable]()
         self._index = {id(variable): index for index, variable in enumerate(trainable)}
         self._record = record
         self._gathered = weight_shards.Gathered()
@@ -264,8 +270,23 @@ class _CallScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
+        if id(variable) not in self._known and not _in_part(variable):
+            self._lost.append(variable)
         index = self._index.get(id(variable))
         super().add_update((variable, value if index is None else self._record.add_leaf(index, value)))
+
+    def check_assigned(self) -> None:
+        """Refuses a forward pass of training that has assigned a variable which is not the model's.
+
+        Raises:
+          ConfigError: With the variable's name.
+        """
+        if self._lost and self._record.tape is not None:
+            raise ConfigError(
+                f"the model assigns the variable {self._lost[0].path!r}, which is of none of its layers, so the value "
+                "would be lost. Make its owner (a SeedGenerator, a metric, a layer) an attribute of a layer, or create "
+                "it with add_weight; or train the model with its own fit and tfpar.DistributedOptimizer."
+            )
 
 
 def _outside(scope: _CallScope, variable: keras.Variable, given: tf.Tensor | None) -> tf.Tensor:
@@ -280,7 +301,7 @@ def _outside(scope: _CallScope, variable: keras.Variable, given: tf.Tensor | Non
       ConfigError: It was assigned inside a loop or branch, whose tensors exist only there.
     """
     value = scope.kept_value(variable)
-    if tf.executing_eagerly() or _is_reachable(value):
+    if tf.executing_eagerly() or is_reachable(value):
         return value
     if given is not None and keras_internals.is_seed_state(variable):
         return given
@@ -289,16 +310,6 @@ def _outside(scope: _CallScope, variable: keras.Variable, given: tf.Tensor | Non
         "tf.while_loop, tf.function), from which no value can be returned. Compute the value there and assign it "
         "outside, or train the model with its own fit and tfpar.DistributedOptimizer."
     )
-
-
-def _is_reachable(tensor: Any) -> bool:
-    """Whether a tensor belongs to the graph being built or to one around it."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if getattr(tensor, "graph", graph) is graph:
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
 
 
 def _state_of(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable]:

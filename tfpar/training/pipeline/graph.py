@@ -11,6 +11,7 @@ from typing import Any
 
 from tfpar.models import graph_cost
 from tfpar.optim import keras_calls
+from tfpar.optim.keras_draws import drawing
 
 import keras
 import tensorflow as tf
@@ -183,7 +184,7 @@ def _costs_with(model: keras.Model, graph: Any, steps: Sequence[GraphStep], leng
         for variable in model.variables:
             scope.state_mapping[id(variable)] = tf.zeros(variable.shape, variable.dtype)
         operations = tf.compat.v1.get_default_graph().get_operations
-        with scope:
+        with scope, drawing():
             for step in steps:
                 before = len(operations())
                 run_steps([step], values, lambda operation: operation)

@@ -46,6 +46,11 @@ class OverWorkersCore(PipelineCore):
         metrics = [tf.zeros(variable.shape) for variable in self.objective.totals.variables]
         return ObjectiveSums(count * tf.add_n(losses) if losses else tf.zeros([]), count, call.state, metrics)
 
+    def draw_seed(self, seed: tf.Tensor) -> tf.Tensor:
+        """See `Core`. The layers of each worker draw other numbers."""
+        trace = current_trace()
+        return seed if trace is None else fold_in(seed, trace.messages_of_worker().worker.rank)
+
     def accumulate(
         self,
         params: Tensors,

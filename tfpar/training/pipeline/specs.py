@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.optim.keras_draws import drawing
 from tfpar.parallel.held import Held, held_by
 from tfpar.parallel.model_axis import ModelAxis, at_no_place
 from tfpar.training.pipeline.graph import GraphStep, Values, run_steps
@@ -57,7 +58,7 @@ def specs_of(
             values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
             scope = keras.StatelessScope()
             scope.state_mapping.update({id(each): zeros_like(each, shape_of) for each in model.variables})
-            with scope, as_if_here(model, shape_of):
+            with scope, drawing(), as_if_here(model, shape_of):
                 run_steps(steps, values, operation_fn)
             for each, value in values.items():
                 mask = keras_internals.mask_of(value)

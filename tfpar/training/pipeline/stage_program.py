@@ -12,6 +12,7 @@ from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.tensor.obstacles import check_read
+from tfpar.optim.keras_draws import current_draws, draw_state
 from tfpar.training.pipeline import powers
 from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
 from tfpar.training.pipeline.passes import CompiledPasses, Passes, TapedPasses
@@ -207,7 +208,7 @@ class StageProgram:
         parts = [
             *made,
             *(mask for mask in masks_made if mask is not None),
-            *(value for _, value in inner.updates.values()),
+            *(_returned(variable, value) for variable, value in inner.updates.values()),
             *inner.losses,
         ]
         return [tf.convert_to_tensor(part) for part in parts]
@@ -243,6 +244,11 @@ class StageProgram:
                     f"{self._option}: stage {self.stage.number} ({', '.join(names)}) reads {captured.name!r}, which is "
                     f"neither made by a layer before it nor a variable. {self._way_out}"
                 )
+
+
+def _returned(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """The value of a variable after a stage, in the graph of the stage."""
+    return current_draws().settled(value) if variable is draw_state() else value
 
 
 class _StageScope(keras.StatelessScope):

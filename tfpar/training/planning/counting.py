@@ -12,6 +12,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.models import graph_cost
 from tfpar.optim import keras_calls, keras_compile
+from tfpar.optim.keras_draws import drawing
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, at_place
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
@@ -305,7 +306,7 @@ class _Trace:
             tape.watch(weights)
             variables = [*self._model.trainable_variables, *self._model.non_trainable_variables]
             # Not `stateless_call`, whose scope cannot be asked which trainable variables were assigned.
-            with keras.StatelessScope([*zip(variables, [*weights, *state], strict=True)]) as scope:
+            with drawing(), keras.StatelessScope([*zip(variables, [*weights, *state], strict=True)]) as scope:
                 before = dict(scope.state_mapping)
                 outputs = self._model(graph_cost.in_structure(self._model, inputs), training=True)
             trained = map(id, self._model.trainable_variables)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tfpar.models import graph_cost
 from tfpar.models.peak import peak_flops
+from tfpar.optim.keras_draws import drawing
 from tfpar.optim.optimizers import ELEMENTWISE, build_for_some
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.planner.costs import ModelCosts
@@ -261,7 +262,8 @@ class _StagePasses:
 
 def _loss(model: keras.Model, inputs: Any, weights: Any, state: Any) -> tf.Tensor:
     structured = graph_cost.in_structure(model, inputs)
-    outputs, _ = model.stateless_call(weights, state, structured, training=True)
+    with drawing():
+        outputs, _ = model.stateless_call(weights, state, structured, training=True)
     return graph_cost.stand_in_loss(outputs)
 
 
