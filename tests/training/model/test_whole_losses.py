@@ -6,7 +6,7 @@ import tfpar
 from tfpar import inputs
 from tfpar.config import ConfigError
 from tfpar.training.objective.outputs import examples_of
-from tfpar.training.objective.whole_loss import is_mean
+from tfpar.training.objective.whole_loss import is_mean, reads_other_examples
 
 import keras
 import numpy as np
@@ -25,8 +25,26 @@ def total_square(y, outputs):
     return ops.sum(ops.square(y - outputs))
 
 
+def among_others(y, outputs):
+    """In-batch negatives: each example is to be nearest to its own label."""
+    count = ops.shape(outputs)[0]
+    scores = ops.matmul(ops.reshape(outputs, (count, -1)), ops.transpose(ops.reshape(y, (count, -1))))
+    return keras.losses.sparse_categorical_crossentropy(ops.arange(count), scores, from_logits=True)
+
+
+def normalised(y, outputs):
+    return ops.mean(ops.square(y - outputs), axis=(1, 2, 3)) / ops.mean(y)
+
+
 def images() -> keras.Model:
     return keras.Sequential([keras.Input((4, 4, 1)), layers.Conv2D(1, 3, padding="same", activation="sigmoid")])
+
+
+def divided() -> keras.Model:
+    """A model with a layer that a model axis divides."""
+    return keras.Sequential(
+        [keras.Input((4, 4, 1)), layers.Flatten(), layers.Dense(512), layers.Dense(16), layers.Reshape((4, 4, 1))]
+    )
 
 
 def numbers() -> keras.Model:
@@ -54,6 +72,8 @@ def trainer(build, loss, replicas=1, **options) -> tfpar.Trainer:
         (images, keras.losses.Dice(), 1, {}),
         (images, keras.losses.Tversky(), 1, {}),
         (images, total_square, 1, {}),
+        (images, among_others, 1, {}),
+        (images, normalised, 1, {}),
         (numbers, "mse", 1, {}),
         (numbers, "mae", 2, {}),
         (numbers, "huber", 1, {"accumulate_steps": 2, "remainder": "drop"}),
@@ -84,6 +104,33 @@ def test_what_parts_do_not_add_up_to_is_refused(loss, options):
         trainer(images, loss, **options).fit(*data(images), epochs=1)
 
 
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"accumulate_steps": 2}])
+def test_values_that_depend_on_other_examples_are_refused_in_parts(options):
+    with pytest.raises(ConfigError, match=r"'among_others' compares .* of one of the 2 parts .*compute_loss"):
+        trainer(images, among_others, **options).fit(*data(images), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reads"),
+    [
+        (among_others, True),
+        (normalised, True),
+        (keras.losses.Circle(), True),
+        (lambda y, outputs: ops.mean(ops.square(y - outputs), axis=(1, 2, 3)), False),
+        (lambda y, outputs: ops.square(y - outputs + keras.random.normal(ops.shape(y))), False),
+        (lambda y, outputs: ops.reshape(y, (7, -1)) - 1.0, False),  # fails on other numbers of examples
+        ("mse", False),
+    ],
+)
+def test_what_reads_other_examples_is_told(loss, reads):
+    loss = keras.losses.get(loss) if isinstance(loss, str | keras.losses.Loss) else loss
+    spec = tf.TensorSpec((7, 32, 32, 1))
+    y, outputs = (values for part in (spec, spec) for values in examples_of(part))
+    if isinstance(loss, keras.losses.Circle):
+        y, outputs = tf.constant([0, 1, 0, 0, 1, 1, 0]), tf.reshape(outputs, [7, -1])
+    assert reads_other_examples(loss, getattr(loss, "call", loss), y, outputs) is reads
+
+
 @pytest.mark.parametrize(
     ("loss", "mean"),
     [
@@ -107,6 +154,8 @@ def test_padding_is_refused_where_it_would_count():
     stream = inputs.from_dataset(tf.data.Dataset.from_tensor_slices((x, y)))
     with pytest.raises(ConfigError, match=r"'mean_square' returns one value for a batch.*--remainder=drop"):
         trainer(images, mean_square, 2).fit(stream, epochs=1)
+    with pytest.raises(ConfigError, match=r"'among_others' compares .*--remainder=drop"):
+        trainer(divided, among_others, 2, mesh="model:2").fit(x, y, epochs=1)
 
 
 def test_sample_weights_are_refused():

@@ -75,6 +75,11 @@ class BatchReaders:
         """Losses that return one value for a batch, and whether it is a mean; known once there are data."""
         return self.objective.whole_losses if isinstance(self.objective, SupervisedObjective) else {}
 
+    @property
+    def reading_losses(self) -> Sequence[str]:
+        """Losses whose values for an example depend on the others of the batch; known once there are data."""
+        return self.objective.reading_losses if isinstance(self.objective, SupervisedObjective) else ()
+
     def get_examples_alone(self, pipeline: inputs.AnyPipeline) -> bool:
         """Whether a pipeline returns incomplete batches without their padding.
 
@@ -83,11 +88,12 @@ class BatchReaders:
         within a model must keep their shapes, because TensorFlow's collectives (2.21) fix the shape of every call.
         """
         topology = self.topology
+        losses = self.own_loss or self.whole_losses or self.reading_losses
         rows = isinstance(pipeline, inputs.StreamPipeline) or topology.mesh.devices_of_replica > 1
         stacked = rows and topology.local_replicas > 1
         return (
             pipeline.pads
-            and bool(self.own_loss or self.whole_losses or self.metrics or self.statistics or self.adding)
+            and bool(losses or self.metrics or self.statistics or self.adding)
             and pipeline.element_spec[2].shape[0] == 1
             and not (self.fixed_batch or stacked)
             and topology.synchronous
@@ -125,6 +131,8 @@ class BatchReaders:
             what = f"model {self.name!r} overrides compute_loss"
         elif self.whole_losses:
             what = f"loss {next(iter(self.whole_losses))!r} returns one value for a batch, not one per example"
+        elif self.reading_losses:
+            what = f"loss {self.reading_losses[0]!r} compares each example with the others of its batch"
         elif self.metrics and training:
             what = f"model {self.name!r} updates metrics of its own ({', '.join(self.metrics)})"
         else:
@@ -140,9 +148,16 @@ class BatchReaders:
         )
 
     def _check_parts(self, pipeline: inputs.AnyPipeline) -> None:
-        """Refuses a loss of a whole batch that is not the mean of the losses of its parts, on replicas or in
-        micro-batches."""
+        """Refuses a loss whose values depend on a whole batch, and are not those or the mean of those of its parts, on
+        replicas or in micro-batches."""
         parts = self.topology.replicas * pipeline.element_spec[2].shape[0]
+        if self.reading_losses and parts > 1:
+            raise ConfigError(
+                f"loss {self.reading_losses[0]!r} compares each example with the others of its batch, and would see "
+                f"only those of one of the {parts} parts of a batch, on replicas and in micro-batches. Train on one "
+                "device without --accumulate_steps; or, if the examples of a part are enough, compute it in "
+                "compute_loss of the model."
+            )
         undivided = [name for name, is_mean in self.whole_losses.items() if not is_mean]
         if undivided and parts > 1:
             raise ConfigError(

@@ -13,7 +13,7 @@ from tfpar.optim.keras_compile import ResolvedLoss
 from tfpar.training.objective.names import unknown_in_keras
 from tfpar.training.objective.outputs import Outputs, examples_of
 from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, called, term_sums
-from tfpar.training.objective.whole_loss import is_mean
+from tfpar.training.objective.whole_loss import is_mean, reads_other_examples
 
 import keras
 import tensorflow as tf
@@ -28,12 +28,14 @@ class Losses:
       own_denominator: For each term, whether it is divided by something other than the number of examples.
       by_positions: See `weighting.term_sums`.
       whole: Names of the terms that are one value for a whole batch, and whether it is a mean over the examples.
+      reading: Names of the terms with a value per example that depends on the other examples of the batch.
     """
 
     terms: tuple[ResolvedLoss, ...]
     own_denominator: tuple[bool, ...]
     by_positions: bool
     whole: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    reading: Sequence[str] = ()
 
     def sums(
         self, y: Sequence[Any], outputs: Sequence[Any], sample_weight: Sequence[Any], weight: tf.Tensor
@@ -124,15 +126,17 @@ def _tried(losses: Losses, y: Any, outputs: Outputs) -> Losses:
     """Computes each term on made-up examples, which shows its denominator and whether it keeps a value per example."""
     labels, values = examples_of(y), examples_of(outputs.structure)
     weight = tf.ones([keras.tree.flatten(outputs.structure)[0].shape[0]])
-    own, whole = [], {}
+    own, whole, reading = [], {}, []
     for term in losses.terms:
         single = dataclasses.replace(losses, terms=(term,))
         try:
             (sums,) = single.sums(labels, values, [None] * len(labels), weight)
+            given = _taken(labels, term.y), _taken(values, term.outputs)
+            computed = functools.partial(called, term.loss)
             if sums.whole:
-                given = _taken(labels, term.y), _taken(values, term.outputs)
-                means = is_mean(functools.partial(called, term.loss), *given)
-                whole[term.name] = means and term.loss.reduction != SUM
+                whole[term.name] = is_mean(computed, *given) and term.loss.reduction != SUM
+            elif reads_other_examples(term.loss, computed, *given):
+                reading.append(term.loss.name)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -140,7 +144,7 @@ def _tried(losses: Losses, y: Any, outputs: Outputs) -> Losses:
         masked = sums.masked or any(keras.tree.flatten(_taken(outputs.masked, term.outputs)))
         by_weight, plain = term.loss.reduction == BY_SAMPLE_WEIGHT, term.loss.reduction == SUM
         own.append(by_weight or plain or (masked and losses.by_positions and not sums.whole))
-    return dataclasses.replace(losses, own_denominator=tuple(own), whole=whole)
+    return dataclasses.replace(losses, own_denominator=tuple(own), whole=whole, reading=reading)
 
 
 def _unsuitable(term: ResolvedLoss, y: Any, outputs: Outputs, error: Exception) -> str:

@@ -140,6 +140,11 @@ class SupervisedObjective:
         """Losses of one value for a whole batch, see `Losses.whole`; none before `bind`."""
         return self._bound[0].losses.whole if self._bound else {}
 
+    @property
+    def reading_losses(self) -> Sequence[str]:
+        """Losses whose values depend on other examples, see `Losses.reading`; none before `bind`."""
+        return self._bound[0].losses.reading if self._bound else ()
+
     def __call__(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
