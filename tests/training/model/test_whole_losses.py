@@ -36,6 +36,13 @@ def normalised(y, outputs):
     return ops.mean(ops.square(y - outputs), axis=(1, 2, 3)) / ops.mean(y)
 
 
+class Scaled(keras.losses.MeanSquaredError):
+    """Does something after the reduction."""
+
+    def __call__(self, *args, **kwargs):
+        return 10.0 * super().__call__(*args, **kwargs)
+
+
 def images() -> keras.Model:
     return keras.Sequential([keras.Input((4, 4, 1)), layers.Conv2D(1, 3, padding="same", activation="sigmoid")])
 
@@ -72,6 +79,8 @@ def trainer(build, loss, replicas=1, **options) -> tfpar.Trainer:
         (images, keras.losses.Dice(), 1, {}),
         (images, keras.losses.Tversky(), 1, {}),
         (images, total_square, 1, {}),
+        (images, Scaled(), 1, {}),
+        (images, Scaled(), 2, {}),
         (images, among_others, 1, {}),
         (images, normalised, 1, {}),
         (numbers, "mse", 1, {}),
@@ -147,6 +156,15 @@ def test_what_is_a_mean_is_told_from_large_outputs_too(loss, mean, shape):
     spec = tf.TensorSpec(shape)
     y, outputs = (values for part in (spec, spec) for values in examples_of(part))
     assert is_mean(loss, y, outputs) is mean
+
+
+def test_an_own_reduction_of_masked_positions_is_refused_in_parts():
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((4, 1)), layers.Masking(), layers.Dense(1)])
+
+    x = np.ones((EXAMPLES, 4, 1), np.float32)
+    with pytest.raises(ConfigError, match="not the mean of what it returns for the 2 parts"):
+        trainer(build, Scaled(), 2).fit(x, x, epochs=1)
 
 
 def test_padding_is_refused_where_it_would_count():

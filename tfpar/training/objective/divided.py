@@ -22,7 +22,8 @@ def divided_loss(loss: keras.losses.Loss, y: Any, outputs: Any) -> tf.Tensor | N
     logits = _logits(outputs)
     if logits is None or getattr(loss, "fn", None) is not keras.losses.sparse_categorical_crossentropy:
         return None
-    if type(loss).call is not keras.losses.SparseCategoricalCrossentropy.call:  # a subclass may do more
+    known = keras.losses.SparseCategoricalCrossentropy
+    if type(loss).call is not known.call or type(loss).__call__ is not known.__call__:  # a subclass may do more
         return None
     return _cross_entropy(logits, y, loss.get_config(), loss.dtype)
 

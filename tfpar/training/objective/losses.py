@@ -12,7 +12,7 @@ from tfpar.optim import keras_compile
 from tfpar.optim.keras_compile import ResolvedLoss
 from tfpar.training.objective.names import unknown_in_keras
 from tfpar.training.objective.outputs import Outputs, examples_of
-from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, called, term_sums
+from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, called, overrides_reduction, term_sums
 from tfpar.training.objective.whole_loss import is_mean, reads_other_examples
 
 import keras
@@ -133,15 +133,16 @@ def _tried(losses: Losses, y: Any, outputs: Outputs) -> Losses:
             (sums,) = single.sums(labels, values, [None] * len(labels), weight)
             given = _taken(labels, term.y), _taken(values, term.outputs)
             computed = functools.partial(called, term.loss)
+            masked = sums.masked or any(keras.tree.flatten(_taken(outputs.masked, term.outputs)))
             if sums.whole:
-                whole[term.name] = is_mean(computed, *given) and term.loss.reduction != SUM
+                adds_up = term.loss.reduction != SUM and not (masked and overrides_reduction(term.loss))
+                whole[term.name] = adds_up and is_mean(computed, *given)
             elif reads_other_examples(term.loss, computed, *given):
                 reading.append(term.loss.name)
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_unsuitable(term, y, outputs, error)) from error
-        masked = sums.masked or any(keras.tree.flatten(_taken(outputs.masked, term.outputs)))
         by_weight, plain = term.loss.reduction == BY_SAMPLE_WEIGHT, term.loss.reduction == SUM
         own.append(by_weight or plain or (masked and losses.by_positions and not sums.whole))
     return dataclasses.replace(losses, own_denominator=tuple(own), whole=whole, reading=reading)

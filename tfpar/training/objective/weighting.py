@@ -93,8 +93,19 @@ def _values(loss: keras.losses.Loss, y: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def called(loss: keras.losses.Loss, y: Any, outputs: Any) -> Any:
-    """The values that a loss returns before any reduction, for labels and outputs of any dtype."""
+    """The values that a loss returns before any reduction, for labels and outputs of any dtype.
+
+    A loss that overrides `__call__`, which reduces, has only the one value for the batch that this returns.
+    """
+    if overrides_reduction(loss):
+        with keras_internals.unscaled_losses():
+            return loss(y, outputs)
     return loss.call(_as(y, loss.dtype), _as(outputs, loss.dtype))
+
+
+def overrides_reduction(loss: keras.losses.Loss) -> bool:
+    """Whether a loss does more than to reduce the values of its `call`."""
+    return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
 def _as(structure: Any, dtype: str) -> Any:
