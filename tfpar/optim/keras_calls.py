@@ -32,7 +32,7 @@ INTERNALS = (
     Internal("_nodes_by_depth", "Functional", "recompute", "calls of layers, the highest depth first"),
     Internal("_run_through_graph", "Functional", "recompute", "runs these calls, through `operation_fn`"),
     Internal("_standardize_inputs", "Functional", "pipeline", "inputs of a call, flat and in the shapes of the graph"),
-    Internal("_loss_ids", "Layer", "recompute", "which losses of a `StatelessScope` `layer.losses` returns"),
+    Internal("_loss_ids", "Layer", "recompute, losses", "which losses of a `StatelessScope` `layer.losses` returns"),
     Internal("__call__", "Layer", "recompute", "looks `call` up on the object, after checks and conversions"),
 )
 
@@ -48,6 +48,11 @@ def add_loss(layer: keras.layers.Layer, scope: keras.StatelessScope, loss: Any) 
     """`layer.add_loss` in a scope; functional models, which have none, take it too."""
     layer._loss_ids.add(id(loss))
     scope.add_loss(loss)
+
+
+def has_added(layer: keras.layers.Layer, loss: Any) -> bool:
+    """Whether a layer added a loss in a scope."""
+    return id(loss) in layer._loss_ids
 
 
 def thread_state() -> dict[str, Any]:

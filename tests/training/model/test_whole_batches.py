@@ -10,7 +10,7 @@ from tfpar.parallel.topology import choose_topology
 from tfpar.precision import loss_divisor
 from tfpar.training.core import Core
 from tfpar.training.model.whole_batches import BatchReaders, without_padding
-from tfpar.training.objective import SupervisedObjective
+from tfpar.training.objective import Goal, SupervisedObjective
 
 import keras
 import numpy as np
@@ -27,6 +27,24 @@ class Adding(layers.Layer):
         return x
 
 
+class Inheriting(Adding):
+    """Adds a loss by the code of its base class."""
+
+    def call(self, x):
+        return super().call(x)
+
+
+class Delegating(layers.Layer):
+    """Adds a loss in a method of its own."""
+
+    def call(self, x):
+        self.penalise(x)
+        return x
+
+    def penalise(self, x):
+        self.add_loss(0.1 * keras.ops.mean(x**2))
+
+
 def overriding() -> keras.Model:
     made = OwnLoss()
     made(np.zeros((1, 4), np.float32))
@@ -41,6 +59,8 @@ def sequential(layer: layers.Layer) -> keras.Model:
 MODELS = {
     "compute_loss": overriding,
     "add_loss": lambda: sequential(Adding()),
+    "add_loss_of_base": lambda: sequential(Inheriting()),
+    "add_loss_in_method": lambda: sequential(Delegating()),
     "activity_regularizer": lambda: sequential(layers.Dense(5, "relu", activity_regularizer="l2")),
     "batch_statistics": lambda: sequential(layers.BatchNormalization(momentum=0.5)),
     "own_metric": lambda: sequential(Counted()),
@@ -133,3 +153,25 @@ def test_which_meshes_take_smaller_batches(mesh, alone):
     pipeline = inputs.build_pipeline(inputs.from_arrays(*arrays()), config, replicas=topology.replicas)
     core = Core(MODELS["add_loss"](), objective=SupervisedObjective(None, None))
     assert BatchReaders.of(core, topology).get_examples_alone(pipeline) is alone
+
+
+class Doubled(layers.Layer):
+    def call(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [
+        (Delegating(name="delegating"), ["delegating"]),
+        (Inheriting(name="inheriting"), ["inheriting"]),
+        (Doubled(), []),
+        (layers.Dense(5, kernel_regularizer="l2", name="penalised"), []),  # not of examples
+    ],
+)
+def test_layers_that_add_losses_are_named(layer, names):
+    model = sequential(layer)
+    objective = SupervisedObjective(model, Goal("mse"))
+    readers = BatchReaders.of(Core(model, objective), choose_topology(StrategyConfig(strategy="one_device")))
+    objective.bind(tf.TensorSpec([4]), tf.TensorSpec([1]))
+    assert [*readers.adding] == names

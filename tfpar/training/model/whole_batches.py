@@ -39,7 +39,7 @@ class BatchReaders:
       own_loss: Whether it overrides `compute_loss`.
       metrics: Names of the metrics that it updates itself.
       statistics: Names of Keras' layers with batch statistics; tfpar's own ignore padding.
-      adding: Names of the layers that, judging by their code, add losses that depend on examples.
+      seen_adding: Names of the layers that, judging by the code of their `call`, add losses that depend on examples.
       fixed_batch: Whether an input has a fixed number of examples.
       objective: What the model is trained for.
     """
@@ -49,7 +49,7 @@ class BatchReaders:
     own_loss: bool
     metrics: Sequence[str]
     statistics: Sequence[str]
-    adding: Sequence[str]
+    seen_adding: Sequence[str]
     fixed_batch: bool
     objective: Objective
     _tried: list[inputs.AnySource] = dataclasses.field(default_factory=list, repr=False)
@@ -65,7 +65,7 @@ class BatchReaders:
             own_loss=isinstance(core.objective, OwnLossObjective),
             metrics=[metric.name for metric in core.model_metrics],
             statistics=[layer.name for layer in layers if _takes_statistics(layer)],
-            adding=[layer.name for layer in layers if _adds_loss(layer)],
+            seen_adding=[layer.name for layer in layers if _adds_loss(layer)],
             fixed_batch=any(one.shape[0] is not None for one in keras.tree.flatten(given)),
             objective=core.objective,
         )
@@ -79,6 +79,13 @@ class BatchReaders:
     def reading_losses(self) -> Sequence[str]:
         """Losses whose values for an example depend on the others of the batch; known once there are data."""
         return self.objective.reading_losses if isinstance(self.objective, SupervisedObjective) else ()
+
+    @property
+    def adding(self) -> Sequence[str]:
+        """Names of layers that add losses that depend on examples; some are known only once there are data."""
+        if self.seen_adding or not isinstance(self.objective, SupervisedObjective):
+            return self.seen_adding
+        return self.objective.layers_adding_losses
 
     def get_examples_alone(self, pipeline: inputs.AnyPipeline) -> bool:
         """Whether a pipeline returns incomplete batches without their padding.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tfpar.collectives.replicas import summing_with
 from tfpar.config import ConfigError
-from tfpar.optim import keras_compile, keras_internals
+from tfpar.optim import keras_calls, keras_compile, keras_internals
 from tfpar.parallel.weight_shards import traced_whole
-from tfpar.training.model.call import call_model
+from tfpar.training.model.call import call_model, depends_on
 
 import keras
 import numpy as np
@@ -107,6 +108,38 @@ def _traced(
         adds_losses = bool(losses)
         found.append(Outputs(structure, masked, lambda: adds_losses or adds_losses_in_training(), names))
 
+    _trace(model, input_spec, examples, call)
+    return found[0]
+
+
+def layers_adding_losses(model: keras.Model, input_spec: Any, examples: int) -> list[str]:
+    """Names of the layers that add losses of examples in training (`add_loss`, `activity_regularizer`).
+
+    Args:
+      model: A built model. It is traced, unless all of its layers are Keras' or tfpar's own, whose code is known.
+      input_spec: As for `outputs_of`.
+      examples: As for `outputs_of`.
+
+    Returns:
+      The names; that of the model where nothing tells the layer. Empty if the model cannot be traced by itself.
+    """
+    layers = keras_internals.all_layers(model)
+    found: list[str] = []
+
+    def call(params: Any, state: Any, x: Any) -> None:
+        roots = {leaf.ref() for leaf in tf.nest.flatten(x)}
+        losses = [each for each in call_model(model, params, state, x, training=True).losses if depends_on(each, roots)]
+        own = [layer.name for layer in layers if any(keras_calls.has_added(layer, loss) for loss in losses)]
+        found.extend(own or [model.name] * bool(losses))
+
+    if any(type(layer).__module__.partition(".")[0] not in ("keras", "tfpar") for layer in layers):
+        with contextlib.suppress(ConfigError):
+            _trace(model, input_spec, examples, call)
+    return found
+
+
+def _trace(model: keras.Model, input_spec: Any, examples: int, call: Callable[..., None]) -> None:
+    """Traces a call `(params, state, x)` of a model, outside of replicas."""
     batch = tf.nest.map_structure(lambda spec: tf.TensorSpec([examples, *spec.shape], spec.dtype), input_spec)
     try:
         with traced_whole(model.variables), summing_with(lambda value: value):  # outside of replicas
@@ -123,7 +156,6 @@ def _traced(
         raise ConfigError(
             f"the model {model.name!r} cannot be called on examples of {_shapes(input_spec)}: {reason}"
         ) from error
-    return found[0]
 
 
 def check_inputs(model: keras.Model, input_spec: Any, accepted: list[Any]) -> None:

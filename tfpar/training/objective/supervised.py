@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -15,7 +16,7 @@ from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.losses import Losses, build_losses
 from tfpar.training.objective.metrics import MetricTerm, build_metrics
 from tfpar.training.objective.names import unknown_in_keras
-from tfpar.training.objective.outputs import check_inputs, outputs_of, with_examples
+from tfpar.training.objective.outputs import check_inputs, layers_adding_losses, outputs_of, with_examples
 from tfpar.training.objective.protocol import Batch, ObjectiveSums, Tensors, Totals
 from tfpar.training.objective.weighting import SUM
 
@@ -83,6 +84,7 @@ class _Bound:
     totals: Totals
     labels: Any
     inputs: list[Any]
+    adding: Callable[[], Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +130,8 @@ class SupervisedObjective:
         losses = build_losses(goal.loss, goal.loss_weights, y, outputs, by_positions=by_positions)
         metrics = build_metrics(goal.metrics, goal.weighted_metrics, losses.terms, outputs.names, y, outputs.structure)
         totals = _totals(losses, metrics, adds_losses=any(losses.own_denominator) and outputs.adds_losses())
-        self._bound.append(_Bound(losses, metrics, totals, label_spec, [input_spec]))
+        adding = functools.cache(lambda: layers_adding_losses(self.model, input_spec, examples))
+        self._bound.append(_Bound(losses, metrics, totals, label_spec, [input_spec], adding))
 
     @property
     def totals(self) -> Totals:
@@ -144,6 +147,11 @@ class SupervisedObjective:
     def reading_losses(self) -> Sequence[str]:
         """Losses whose values depend on other examples, see `Losses.reading`; none before `bind`."""
         return self._bound[0].losses.reading if self._bound else ()
+
+    @property
+    def layers_adding_losses(self) -> Sequence[str]:
+        """Names of the layers that add losses of examples, see `outputs.layers_adding_losses`; none before `bind`."""
+        return self._bound[0].adding() if self._bound else ()
 
     def __call__(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
