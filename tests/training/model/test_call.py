@@ -164,6 +164,21 @@ def test_a_variable_assigned_inside_a_branch_is_refused_by_name():
         function(tf.ones([2, 6]))
 
 
+def test_a_loss_added_inside_a_function_is_refused_by_name():
+    class Inside(layers.Layer):
+        @tf.function
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x))
+            return x
+
+    # Without an input: a trace for any number of examples would be used again, and add nothing, in `fit` as well.
+    model = keras.Sequential([Inside(name="inside"), layers.Dense(1)])
+    model(np.ones([3, 6], np.float32))
+    function = tf.function(lambda x: call(model, x, training=True).losses, autograph=False)
+    with pytest.raises(ConfigError, match=r"layer 'inside' adds a loss .*a call needs no tf.function"):
+        function(tf.ones([2, 6]))
+
+
 # How a model is called
 
 

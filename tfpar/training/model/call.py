@@ -119,7 +119,8 @@ def call_model(model: keras.Model, params: Tensors, state: Tensors, x: Any, *, t
       training: Whether the model runs in training mode.
 
     Raises:
-      ConfigError: A variable is assigned inside a loop or branch of the model; or, in training, one of another owner.
+      ConfigError: A variable is assigned, or a loss added, inside a loop or branch of the model; or, in training, a
+        variable of another owner is assigned.
     """
     call, _ = call_and_then(model, params, state, x, lambda outputs: None, training=training)
     return call
@@ -174,6 +175,7 @@ def call_and_then(
         record.outputs = outputs
         scope.check_assigned()
         losses = _each_once(losses_of(model, scope))
+        _check_losses(model, losses)
         result = follow(outputs)
     draws.outside = scope.kept_value(draw)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]
@@ -310,6 +312,23 @@ def _outside(scope: _CallScope, variable: keras.Variable, given: tf.Tensor | Non
         "tf.while_loop, tf.function), from which no value can be returned. Compute the value there and assign it "
         "outside, or train the model with its own fit and tfpar.DistributedOptimizer."
     )
+
+
+def _check_losses(model: keras.Model, losses: Sequence[tf.Tensor]) -> None:
+    """Refuses losses that exist only within a loop or branch.
+
+    Raises:
+      ConfigError: With the name of the layer.
+    """
+    for loss in losses:
+        if not is_reachable(loss):
+            adding = (layer for layer in keras_internals.all_layers(model) if keras_calls.has_added(layer, loss))
+            raise ConfigError(
+                f"layer {next(adding, model).name!r} adds a loss (add_loss) inside a loop, a branch or a nested "
+                "function (tf.cond, tf.while_loop, tf.function), from which no value can be returned. Compute the "
+                "value there and add it outside (a call needs no tf.function), or train the model with its own fit and "
+                "tfpar.DistributedOptimizer."
+            )
 
 
 def _state_of(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable]:
