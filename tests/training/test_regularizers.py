@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import tfpar
 from tests.integration.scripts import divided, divided_models
 from tests.training.test_tensor_parallel import alone, assert_as_alone
+from tfpar.parallel.split import whole
 
 import keras
+import numpy as np
 import pytest
 
 # A whole batch everywhere: padding would count as examples in the penalties of activities.
 OPTIONS = {"steps": 6, "remainder": "drop", "eval_batch_size": 50}
 
 
-def penalised() -> keras.Model:
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def penalised(kind: type[keras.Sequential] = keras.Sequential) -> keras.Model:
     """Penalties that are sums over elements and others, of layers divided by inputs and by outputs, and of values."""
     sums, of_rows = keras.regularizers.L1L2(0.003, 0.01), keras.regularizers.OrthogonalRegularizer(0.05)
-    return keras.Sequential(
+    return kind(
         [
             keras.Input((12,)),
             keras.layers.Dense(64, "tanh", name="first", kernel_regularizer=sums, bias_regularizer="l1"),
@@ -76,3 +84,19 @@ def test_penalties_of_adapters_count_once():
     """Each device computes a part of the gradient of a factor, but the whole penalty of it."""
     options = {**OPTIONS, "model": "penalised", "lora": "2:first|third"}
     assert_as_alone(divided.here("mirrored", "model:2", 2, **options), **options)
+
+
+def test_penalties_in_an_own_loss_are_of_whole_weights():
+    """`compute_loss` reads `self.losses` by itself."""
+    x = np.random.default_rng(0).normal(size=(32, 12)).astype(np.float32)
+    y = np.arange(32, dtype=np.int32) % 3
+    found = []
+    for where in ({"strategy": "one_device"}, {"strategy": "mirrored", "devices": 2, "mesh": "model:2"}):
+        keras.utils.set_random_seed(1)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        options = {"global_batch_size": 16, "exchange": "none", "jit_compile": "false", "shuffle": False, **where}
+        trainer = tfpar.Trainer(lambda: penalised(OwnLoss), keras.optimizers.SGD(0.1), loss, **options)
+        losses = trainer.fit(x, y, epochs=2).history["loss"]
+        found.append([*losses, *map(whole, trainer.model.trainable_variables)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -20,7 +20,7 @@ from tfpar.parallel import weight_shards
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import split_of
 from tfpar.parallel.tensor.obstacles import check_read
-from tfpar.training.model.penalties import losses_of
+from tfpar.training.model.penalties import whole_penalties
 
 import keras
 import tensorflow as tf
@@ -174,9 +174,10 @@ def call_and_then(
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
         scope.check_assigned()
-        losses = _each_once(losses_of(model, scope))
-        _check_losses(model, losses)
-        result = follow(outputs)
+        with whole_penalties(model):
+            losses = _each_once(model.losses)
+            _check_losses(model, losses)
+            result = follow(outputs)
     draws.outside = scope.kept_value(draw)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]
     new_state = [_outside(scope, variable, value) for variable, value in zip(others, state, strict=True)]

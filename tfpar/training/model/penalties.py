@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from tfpar.parallel.held import held_by
 from tfpar.parallel.model_axis import current_place
@@ -18,23 +18,43 @@ import tensorflow as tf
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
-def losses_of(model: keras.Model, scope: keras.StatelessScope) -> list[tf.Tensor]:
-    """Returns `model.losses` within the scope of a call, on each device those of the whole model.
+@contextlib.contextmanager
+def whole_penalties(model: keras.Model) -> Iterator[None]:
+    """In this context `model.losses`, read in the scope of a call, has the penalties of whole weights on each device.
 
     A weight that several workers of a pipeline hold is penalised on one of them, since its gradients are summed over
     these workers, and losses over all of them.
-
-    Args:
-      model: The model.
-      scope: The open scope, with the values of its variables.
     """
     apart = [each for each in model.trainable_variables if each.regularizer is not None and _is_apart(each)]
-    if not apart:
-        return list(model.losses)
-    with _without_regularizers(apart):
-        losses = list(model.losses)
-    with reading_parts(apart):
-        return [*losses, *(_penalty(variable, scope.get_current_value(variable)) for variable in apart)]
+    for variable in apart:
+        if not isinstance(variable.regularizer, _OfWhole):
+            variable.regularizer = _OfWhole(variable, variable.regularizer)
+        variable.regularizer.users += 1
+    try:
+        with reading_parts(apart):  # for the stand-in, which Keras gives the value
+            yield
+    finally:
+        for variable in apart:
+            penalty = variable.regularizer
+            penalty.users -= 1
+            if not penalty.users:
+                variable.regularizer = penalty.regularizer
+
+
+class _OfWhole:
+    """Stands in for the regularizer of a weight. It is right for the device of whatever thread calls it: other devices
+    may be traced in the same context.
+
+    Attributes:
+      regularizer: The regularizer.
+      users: Number of open contexts.
+    """
+
+    def __init__(self, variable: keras.Variable, regularizer: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        self._variable, self.regularizer, self.users = variable, regularizer, 0
+
+    def __call__(self, value: tf.Tensor) -> tf.Tensor:
+        return _penalty(self._variable, self.regularizer, value)
 
 
 def _is_apart(variable: keras.Variable) -> bool:
@@ -43,32 +63,19 @@ def _is_apart(variable: keras.Variable) -> bool:
     return held_by(variable) is not None or (divided and current_place() is not None)
 
 
-@contextlib.contextmanager
-def _without_regularizers(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """In this context variables have no regularizers. No other thread reads them meanwhile, see `with_own_heads`."""
-    before = [variable.regularizer for variable in variables]
-    for variable in variables:
-        variable.regularizer = None
-    try:
-        yield
-    finally:
-        for variable, regularizer in zip(variables, before, strict=True):
-            variable.regularizer = regularizer
-
-
-def _penalty(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+def _penalty(variable: keras.Variable, regularizer: Callable[[tf.Tensor], tf.Tensor], value: tf.Tensor) -> tf.Tensor:
     """Returns the penalty of a whole weight, from the value that this device has; zero if another worker counts it."""
     held, place, split = held_by(variable), current_place(), model_split_of(variable)
     if held and not held.counts_here:
         return tf.zeros([])
     if place is None:
-        return variable.regularizer(value)
+        return regularizer(value)
     with tf.device(place.device):
         if split is None:
-            return variable.regularizer(_summed_over(place.size, value) if has_gradient_in_parts(variable) else value)
-        if type(variable.regularizer) in _SUMS:
-            return place.leave(variable.regularizer(value))
-        return variable.regularizer(place.join(value, split))
+            return regularizer(_summed_over(place.size, value) if has_gradient_in_parts(variable) else value)
+        if type(regularizer) in _SUMS:
+            return place.leave(regularizer(value))
+        return regularizer(place.join(value, split))
 
 
 def _summed_over(devices: int, value: tf.Tensor) -> tf.Tensor:
