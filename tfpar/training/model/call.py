@@ -21,6 +21,7 @@ from tfpar.parallel.held import held_by
 from tfpar.parallel.split import split_of
 from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.training.model.penalties import whole_penalties
+from tfpar.training.model.random_ops import on_model_axis
 
 import keras
 import tensorflow as tf
@@ -171,7 +172,8 @@ def call_and_then(
         # where the model is called as a whole.
         every = [*given, *zip(others, state, strict=True)]
         scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
-        outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
+        with on_model_axis(f"model {model.name!r}"):
+            outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
         scope.check_assigned()
         with whole_penalties(model):

@@ -16,6 +16,7 @@ from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel import weight_shards
 from tfpar.parallel.tensor.obstacles import check_read
+from tfpar.training.model.random_ops import without_draws
 from tfpar.training.model.sharded_lookup import rows_of_lookup
 
 import keras
@@ -107,7 +108,7 @@ def recomputed(
       name: Name of the block, for messages.
 
     Raises:
-      ConfigError: The function assigns a trainable weight.
+      ConfigError: The function assigns a trainable weight, or draws numbers that are others when it is computed again.
     """
     outer = keras_calls.innermost_scope()
     assert outer is not None
@@ -116,7 +117,7 @@ def recomputed(
     while True:
         values = dict(outer.state_mapping)
         frozen = [each for each in variables if id(each) not in learning and weight_shards.is_sharded(each)]
-        block = _Block(values, weights, frozen, learning, function, (args, kwargs))
+        block = _Block(values, weights, frozen, learning, function, (args, kwargs), name)
         results = tf.recompute_grad(block)(*block.arguments)
         if not block.others:
             break
@@ -147,12 +148,13 @@ class _Block:
         learning: set[int],
         function: Callable[..., Any],
         given: Any,
+        name: str,
     ) -> None:
         self._values = values
         self._weights, self._frozen = weights, frozen
         self._elsewhere = learning - weights.keys()
         self._function = function
-        self._given = given
+        self._given, self._name = given, name
         self._parts = tf.nest.flatten(given)
         # Copied now, because attention removes the masks of its arguments.
         self._masks_given = [keras_internals.mask_of(part) for part in self._parts]
@@ -187,6 +189,8 @@ class _Block:
             stack.enter_context(keras_calls.in_thread_state(self._state))
             if self._example_weights is not None:
                 stack.enter_context(example_weights(self._example_weights))
+            what = f"--recompute, or a block of --shard=weights: {self._name!r}"
+            stack.enter_context(without_draws(what, "in the backward pass, which computes it again"))
             scope = stack.enter_context(_BlockScope(values, self._elsewhere))
             outputs = self._function(*args, **kwargs)
         flat = tf.nest.flatten(outputs)

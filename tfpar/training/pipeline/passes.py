@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
+from tfpar.training.model.random_ops import DRAWING
+
 import tensorflow as tf
 
 # Operations that take about as long as reading and writing their tensors, or nothing if XLA fuses them. Exponentials
@@ -25,11 +27,8 @@ _NAMES = (
 )
 _CHEAP = frozenset(_NAMES.split())
 
-# Operations whose results are others at each call, and all stateful ones that may be left out.
-_DRAWING = frozenset(
-    ["Multinomial", "RandomShuffle", "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal"]
-)
-_WITHOUT_EFFECT = _DRAWING | {"Assert", "Placeholder", "ReadVariableOp"}
+# All stateful operations that may be left out.
+_WITHOUT_EFFECT = DRAWING | {"Assert", "Placeholder", "ReadVariableOp"}
 
 Body = Callable[..., Sequence[tf.Tensor]]
 Gradients = list[tf.Tensor | tf.IndexedSlices | None]
@@ -193,7 +192,7 @@ class _JointGraph:
     def draws(self) -> bool:
         """Returns whether there are random numbers that are others at each call."""
         functions = [self._definition.node, *(each.node_def for each in self._definition.library.function)]
-        return any(node.op in _DRAWING for nodes in functions for node in nodes)
+        return any(node.op in DRAWING for nodes in functions for node in nodes)
 
     def program(
         self, name: str, arguments: Sequence[tf.Tensor], wanted: Sequence[tf.Tensor]

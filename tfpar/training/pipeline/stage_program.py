@@ -13,6 +13,7 @@ from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.optim.keras_draws import current_draws, draw_state
+from tfpar.training.model.random_ops import on_model_axis, without_draws
 from tfpar.training.pipeline import powers
 from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
 from tfpar.training.pipeline.passes import CompiledPasses, Passes, TapedPasses
@@ -104,6 +105,7 @@ class StageProgram:
         self._variables: list[keras.Variable] | None = None
         self._has_mask: list[bool] = []
         self._has_example_weights = False
+        self._recomputes = False
         # Facts found by tracing.
         self._masks_made: list[bool] = []
         self._updated: list[keras.Variable] = []
@@ -151,6 +153,7 @@ class StageProgram:
           tensors: From `arguments`.
           recompute: Whether the backward pass computes the stage again.
         """
+        self._recomputes = recompute
         taped = TapedPasses(self, recompute=recompute)
         if not self._compiles:
             return taped
@@ -221,7 +224,15 @@ class StageProgram:
         for key, value, mask in zip(self.stage.given, given, masks, strict=True):
             tensor = tf.identity(value)  # a separate tensor, which may have a mask
             values[key] = tensor if mask is None else keras_internals.set_mask(tensor, mask)
-        with contextlib.nullcontext() if weights is None else example_weights(weights), scope:
+        what = f"{self._option}: stage {self.stage.number}"
+        again = without_draws(what, "in the backward pass, which computes it again (--recompute)")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(on_model_axis(what))
+            if self._recomputes:
+                stack.enter_context(again)
+            if weights is not None:
+                stack.enter_context(example_weights(weights))
+            stack.enter_context(scope)
             run_steps(self.stage.steps, values, self._operation_fn)
         return [values[each] for each in self.stage.made]
 
