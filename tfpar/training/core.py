@@ -23,7 +23,6 @@ from tfpar.training.objective.given import check_sums
 from tfpar.training.seeds import fold_in, with_seed_states
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 
@@ -98,8 +97,7 @@ class Core:
                 x, _ = self.augmentation.stateless_call([], seeds, x, training=True)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
-            unseeded = drawing(self.draw_seed(fold_in(seed, 3)))
-            with unseeded, example_weights(weight), recording(tape, self.model_metrics) as record:
+            with drawing(self.draw_seed(seed)), example_weights(weight), recording(tape, self.model_metrics) as record:
                 sums = self.sums_of(params, state, (x, y, weight), training=True, scales=scales)
             # Float8 layers also keep statistics of gradients. These are the gradients of a mean, as in `fit`.
             divided = loss_scale is not None or bool(self.overwritten)
@@ -111,16 +109,15 @@ class Core:
         return Forward(tape, params, record, sums, scaled, divisor)
 
     def draw_seed(self, seed: tf.Tensor) -> tf.Tensor:
-        """The seed of what the model and its loss draw without a seed of their own, from one of the micro-batch."""
-        return seed
+        """The seed of what the model and its loss draw without a seed of their own, from that of a micro-batch."""
+        return fold_in(seed, 3)
 
     def sums_of(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
         """The objective's sums for a micro-batch; see `Objective`."""
         given = {} if scales is None else {"scales": scales}  # only an objective that needs scales must take them
-        with drawing():
-            return check_sums(self.objective(params, state, batch, training=training, **given), self.objective)
+        return check_sums(self.objective(params, state, batch, training=training, **given), self.objective)
 
     def backward(self, forward: Forward) -> LocalSums:
         """The backward pass of `loss_and_grads`."""
@@ -267,7 +264,7 @@ class Core:
 
     def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
         """`evaluate`, and the model's outputs `[m, ...]`, in its structure."""
-        with recording(metrics=self.model_metrics) as record:
+        with drawing(), recording(metrics=self.model_metrics) as record:
             sums = self.sums_of(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
         metrics = [*sums.metrics, *_of_examples(record.float_sums, sums.count)]
         return LocalSums(sums.loss, sums.count, [], [], metrics, {}, []), record.outputs
@@ -375,7 +372,7 @@ class Core:
 
     def _model_metric_results(self, sums: Sequence[Any], without: Sequence[str] = ()) -> dict[str, Any]:
         """Values of the model's own metrics, without those that the model did not update in these calls."""
-        metrics, state = _updated(self.model_metrics, sums)
+        metrics, state = additive_metrics.updated(self.model_metrics, sums)
         return additive_metrics.results({metric.name: metric for metric in metrics}, state, without)
 
 
@@ -385,21 +382,6 @@ class _NewlyAssignedError(Exception):
     def __init__(self, places: Iterable[int]) -> None:
         super().__init__()
         self.places = set(places)
-
-
-def _updated(
-    metrics: Sequence[keras.metrics.Metric], sums: Sequence[Any]
-) -> tuple[list[keras.metrics.Metric], list[Any]]:
-    """The metrics whose state is not zero, and their state."""
-    found: list[keras.metrics.Metric] = []
-    states: list[Any] = []
-    parts = iter(sums)
-    for metric in metrics:
-        state = [next(parts) for _ in metric.variables]
-        if any(np.any(np.asarray(part)) for part in state):
-            found.append(metric)
-            states += state
-    return found, states
 
 
 def _of_examples(sums: Tensors, count: tf.Tensor) -> Tensors:

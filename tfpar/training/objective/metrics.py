@@ -242,6 +242,21 @@ def variables(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable]:
     return [variable for metric in metrics for variable in metric.variables]
 
 
+def updated(
+    metrics: Sequence[keras.metrics.Metric], sums: Sequence[Any]
+) -> tuple[list[keras.metrics.Metric], list[Any]]:
+    """The metrics whose state is not zero, and their state."""
+    found: list[keras.metrics.Metric] = []
+    states: list[Any] = []
+    parts = iter(sums)
+    for metric in metrics:
+        state = [next(parts) for _ in metric.variables]
+        if any(np.any(np.asarray(part)) for part in state):
+            found.append(metric)
+            states += state
+    return found, states
+
+
 def results(
     metrics: Mapping[str, keras.metrics.Metric], state: Sequence[Any], without: Sequence[str] = ()
 ) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.optim.keras_draws import drawing
 from tfpar.parallel.held import held_by
 from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD, Turn
@@ -48,7 +49,7 @@ class OverWorkersCore(PipelineCore):
 
     def draw_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """See `Core`. The layers of each worker draw other numbers."""
-        trace = current_trace()
+        seed, trace = super().draw_seed(seed), current_trace()
         return seed if trace is None else fold_in(seed, trace.messages_of_worker().worker.rank)
 
     def accumulate(
@@ -199,7 +200,8 @@ class OverWorkersStep(PipelineStep):
                 [zeros_like(variable) for variable in variables]
                 for variables in (model.trainable_variables, model.non_trainable_variables)
             )
-            sums = self.core.objective(params, state, tf.nest.pack_sequence_as(batch, parts), training=False)
+            with drawing():
+                sums = self.core.objective(params, state, tf.nest.pack_sequence_as(batch, parts), training=False)
             weights = {value.ref() for value in params}
             if any(depends_on(value, weights) for value in (sums.count, *sums.metrics[1 : 2 * terms : 2])):
                 raise ConfigError(
