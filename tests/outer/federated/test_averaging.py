@@ -10,6 +10,7 @@ from tfpar.outer.federated import FederatedTrainer, Population, server, trainer
 from tfpar.outer.federated.evaluation import FederatedEvaluator
 from tfpar.outer.federated.sampling import local_order
 from tfpar.outer.federated.step import ClientMemory
+from tfpar.outer.federated.trainer import reads_whole_batches
 
 import keras
 import numpy as np
@@ -162,6 +163,19 @@ def test_batch_statistics_are_averaged_as_weights_are():
     np.testing.assert_allclose(
         np.asarray(trainer.model.layers[0].moving_mean), np.average(means, axis=0, weights=masses), atol=1e-5
     )
+
+
+def test_short_batches_are_filled_for_a_loss_of_whole_batches():
+    """A value per example leaves padding out, a value for the batch cannot."""
+
+    def loss_of_batch(y, outputs):
+        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=True))
+
+    x, y = examples()
+    for loss, fills in ((loss_of_batch, True), (keras.losses.SparseCategoricalCrossentropy(from_logits=True), False)):
+        made = FederatedTrainer(network, loss, rounds=1, clients=CLIENTS, clients_per_round=1, verbose=0)
+        made.fit(x, y)
+        assert reads_whole_batches(made.program) is fills
 
 
 def normalized_network() -> keras.Model:

@@ -322,6 +322,7 @@ def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) ->
 
 
 def reads_whole_batches(program: Program) -> bool:
-    """Returns whether code of the model reads whole batches, so that a client fills its short ones."""
+    """Returns whether code of the model, or a loss, reads whole batches, so that a client fills its short ones."""
     readers = program.batch_readers
-    return bool(readers.own_loss or readers.metrics or readers.statistics or readers.adding)
+    losses = readers.own_loss or readers.whole_losses or readers.reading_losses
+    return bool(losses or readers.metrics or readers.statistics or readers.adding)
