@@ -11,8 +11,8 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.optim.keras_draws import current_draws, draw_state
+from tfpar.parallel.tensor.obstacles import check_read
 from tfpar.training.model.random_ops import on_model_axis, without_draws
 from tfpar.training.pipeline import powers
 from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
