@@ -114,9 +114,16 @@ def test_what_parts_do_not_add_up_to_is_refused(loss, options):
 
 
 @pytest.mark.parametrize("options", [{"replicas": 2}, {"accumulate_steps": 2}])
-def test_values_that_depend_on_other_examples_are_refused_in_parts(options):
-    with pytest.raises(ConfigError, match=r"'among_others' compares .* of one of the 2 parts .*compute_loss"):
-        trainer(images, among_others, **options).fit(*data(images), epochs=1)
+def test_values_that_depend_on_other_examples_are_those_of_parts_with_a_warning(options, caplog):
+    x, y = (part[:BATCH] for part in data(images))
+    model = images()
+    half = BATCH // 2
+    expected = np.mean([among_others(y[rows], model(x[rows])) for rows in (slice(half), slice(half, None))])
+    ours = trainer(images, among_others, **options)
+    ours.model.set_weights(model.get_weights())
+    history = ours.fit(x, y, epochs=1).history
+    assert history["loss"][0] == pytest.approx(expected, rel=1e-5)
+    assert caplog.text.count("'among_others' compares each example with the others of its part") == 1
 
 
 @pytest.mark.parametrize(

@@ -155,16 +155,9 @@ class BatchReaders:
         )
 
     def _check_parts(self, pipeline: inputs.AnyPipeline) -> None:
-        """Refuses a loss whose values depend on a whole batch, and are not those or the mean of those of its parts, on
-        replicas or in micro-batches."""
+        """Refuses a loss of a whole batch that is not the mean of the losses of its parts, on replicas or in
+        micro-batches."""
         parts = self.topology.replicas * pipeline.element_spec[2].shape[0]
-        if self.reading_losses and parts > 1:
-            raise ConfigError(
-                f"loss {self.reading_losses[0]!r} compares each example with the others of its batch, and would see "
-                f"only those of one of the {parts} parts of a batch, on replicas and in micro-batches. Train on one "
-                "device without --accumulate_steps; or, if the examples of a part are enough, compute it in "
-                "compute_loss of the model."
-            )
         undivided = [name for name, is_mean in self.whole_losses.items() if not is_mean]
         if undivided and parts > 1:
             raise ConfigError(
@@ -174,9 +167,19 @@ class BatchReaders:
             )
 
     def _warn_of_parts(self, pipeline: inputs.AnyPipeline, source: inputs.AnySource) -> None:
-        """Warns once about a `compute_loss` that depends on how a batch is divided."""
+        """Warns once of what depends on how a batch is divided: a loss that compares examples, or a `compute_loss`."""
         topology = self.topology
         parts = topology.replicas * pipeline.element_spec[2].shape[0]
+        if self.reading_losses and parts > 1 and not self._tried:
+            self._tried.append(source)
+            if topology.is_chief:
+                _log.warning(
+                    "loss %r compares each example with the others of its part of a batch, one of %s (replicas, "
+                    "micro-batches), as under tf.distribute. On one device without --accumulate_steps it sees whole "
+                    "batches, as in fit",
+                    *(self.reading_losses[0], parts),
+                )
+            return
         whole = topology.model_devices * topology.replica_workers == 1 and not topology.shards_weights
         if self._tried or parts == 1 or not (whole and isinstance(source, inputs.Source)):
             return
