@@ -126,7 +126,9 @@ def test_a_connection_of_the_program_itself_is_no_lost_worker(answering, text):
 def test_of_asynchronous_training_tasks_are_asked_if_the_error_names_none(monkeypatch):
     info = ClusterInfo("test", {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1", "d:1")}, "chief", 0)
     silent: set[str] = set()
-    monkeypatch.setattr(failure, "probe_servers", lambda addresses, _: [each not in silent for each in addresses])
+    monkeypatch.setattr(
+        failure.heartbeat, "probe_servers", lambda addresses, _: [each not in silent for each in addresses]
+    )
     with pytest.raises(tf.errors.UnavailableError, match="503"), failure.peer_errors_named(info):
         raise unavailable(STORAGE)
     silent.add("c:1")

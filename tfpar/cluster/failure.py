@@ -22,7 +22,6 @@ import types
 from collections.abc import Iterator, Sequence
 
 from tfpar.cluster import heartbeat
-from tfpar.cluster.heartbeat import probe_servers
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.rendezvous import format_tasks, wait_for_all
 from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_free
@@ -188,7 +187,7 @@ def _find_lost_server(error: tf.errors.OpError, info: ClusterInfo, *, certain: b
     """What to say about a lost task of asynchronous training, whose errors name it; None if none is lost."""
     lost = _tasks_in_message(info, error)
     if not certain:
-        answers = probe_servers(info.server_addresses[1:], _PROBE_MS / 1e3)
+        answers = heartbeat.probe_servers(info.server_addresses[1:], _PROBE_MS / 1e3)
         lost = [place for place, answered in enumerate(answers, start=1) if not answered]
         if not lost:
             return None
