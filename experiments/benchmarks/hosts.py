@@ -9,6 +9,7 @@ import time
 from experiments.benchmarks import netns
 from experiments.benchmarks.netns import Network
 from tfpar.cluster import ClusterInfo, tf_config_json
+from tfpar.process.heap import with_huge_pages
 
 from absl import app
 
@@ -24,7 +25,8 @@ def tensorflow_environ(network: Network, host: int) -> dict[str, str]:
     """Environment variables of a host's worker: its place in the cluster, its threads, no GPU."""
     addresses = tuple(f"{network.address(other)}:{PORT}" for other in range(len(network.namespaces)))
     config = tf_config_json(ClusterInfo("local", {"worker": addresses}, "worker", host))
-    return {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
+    own = {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
+    return with_huge_pages(own)  # as the launcher does
 
 
 def can_measure(link: str = "none") -> bool:

@@ -49,6 +49,17 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(actors: Actors) -> 
     assert "TF_NUM_INTRAOP_THREADS=7" in lines_of(result.stdout, "worker 0")
 
 
+def test_every_process_asks_for_huge_pages_unless_the_user_says_otherwise(actors: Actors) -> None:
+    for given, gets in (
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=3", "glibc.malloc.arena_max=3:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ):
+        actors.environ["GLIBC_TUNABLES"] = given
+        result = actors.run("--workers=1", "worker0=describe")
+        assert f"GLIBC_TUNABLES={gets}" in lines_of(result.stdout, "worker 0")
+
+
 def test_gpus_are_shared_out(actors: Actors) -> None:
     actors.environ["CUDA_VISIBLE_DEVICES"] = "4,5,6,7,8"
     result = actors.run("--workers=2 --ps=1", "all=describe", "ps=touch:shown,sleep:900", "chief=wait_for:shown")

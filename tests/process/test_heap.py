@@ -6,9 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 from tests import nursery
 from tfpar.process.cores import cores
+from tfpar.process.heap import with_huge_pages
 
 import pytest
 
@@ -133,6 +135,34 @@ print(*found)
 def mapped(**environment: str) -> list[str]:
     command = [sys.executable, "-c", MAPPED]
     return subprocess.check_output(command, env=without_sizes(**environment), text=True, timeout=60).split()
+
+
+# A block as large as that of an XLA program, which is mapped.
+ZEROED = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+size = 64 << 20
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+ctypes.memset(libc.malloc(ctypes.c_size_t(size)), 1, size)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def gives_huge_pages() -> bool:
+    """Whether the C library can ask for huge pages, and the system gives them to those who ask alone."""
+    version = tuple(int(part) for part in platform.libc_ver()[1].split(".")[:2])
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return version >= (2, 35) and mode.exists() and "[madvise]" in mode.read_text()
+
+
+@pytest.mark.skipif(not gives_huge_pages(), reason="huge pages are given to all or to none")
+def test_a_large_block_is_zeroed_in_huge_pages():
+    def pages(environ: dict[str, str]) -> int:
+        return int(subprocess.check_output([sys.executable, "-c", ZEROED], env=environ, text=True, timeout=60))
+
+    assert pages(without_sizes()) > 16_000
+    assert pages(with_huge_pages(without_sizes())) < 4_000  # 32, where none of them is missing
 
 
 def test_tensors_are_on_heaps_again():

@@ -35,6 +35,7 @@ from tfpar.process.memory import main_memory
 
 _SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
+    "GLIBC_TUNABLES",
     "KERAS_BACKEND",
     "OMP_NUM_THREADS",
     "TFDS_DATA_DIR",

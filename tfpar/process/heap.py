@@ -14,12 +14,14 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Mapping
 
 from tfpar.process.cores import cores
 
 # M_ARENA_MAX and so on in glibc's malloc.h
 _ARENA_MAX, _MMAP_THRESHOLD, _TOP_PAD, _TRIM_THRESHOLD = -8, -3, -2, -1
 _SYSTEM_ALLOCATOR = "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
 
 
@@ -62,6 +64,25 @@ def keep_tensors_on_heaps() -> bool:
     return _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")
 
 
+def with_huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process whose C library asks for huge pages, which the system zeroes all at once.
+
+    A program of XLA takes the memory that it computes in from TensorFlow's allocator. Where that is the C library, a
+    block of more than 32 MiB is mapped for each step, and zeroed in pages of 4 KiB, which may take a third of a step.
+
+    glibc (2.35 and later, `glibc.malloc.hugetlb` in its manual) reads the option when a process starts, and asks only
+    where the system gives huge pages to those who ask (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). If
+    the environment has a value, nothing changes.
+
+    Args:
+      environ: The environment to start from.
+    """
+    given = environ.get(_TUNABLES, "")
+    if _HUGE_PAGES in given:
+        return dict(environ)
+    return {**environ, _TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
+
+
 def return_freed_tensors() -> None:
     """Lets TensorFlow return memory of tensors on CPUs to the C library, instead of keeping it for its next tensors.
 
@@ -93,4 +114,4 @@ def _is_glibc() -> bool:
 def _is_given(variable: str) -> bool:
     """Whether the environment sets an option, by its variable or by its name among glibc's tunables."""
     tunable = variable.removeprefix("MALLOC_").strip("_").lower()
-    return variable in os.environ or tunable in os.environ.get("GLIBC_TUNABLES", "")
+    return variable in os.environ or tunable in os.environ.get(_TUNABLES, "")

@@ -121,7 +121,7 @@ def _set_up_heaps(config: ExperimentConfig, topology: Topology) -> None:
     divided = topology.mesh.devices_of_replica > 1 or config.train.shard != "none"
     if divided or replicas_on_cpu:
         share_heaps()
-    if divided and on_cpu:
+    if divided and on_cpu and topology.workers > 1:  # within one process, dividing saves no memory
         return_freed_tensors()
     if replicas_on_cpu:
         keep_freed_memory()

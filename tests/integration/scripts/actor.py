@@ -28,7 +28,7 @@ def note_pid(pid: int, name: str) -> None:
 def describe(_: str) -> None:
     """Prints what the launcher gave this process."""
     print(f"{info.describe()} rank={info.worker_rank} chief={info.is_chief} at={info.address}")
-    for name in ("TFPAR_RESTARTS", "TF_NUM_INTRAOP_THREADS", "CUDA_VISIBLE_DEVICES"):
+    for name in ("TFPAR_RESTARTS", "TF_NUM_INTRAOP_THREADS", "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES"):
         print(f"{name}={os.environ.get(name)}")
 
 
