@@ -137,7 +137,9 @@ def search(question: Question) -> Answer:
             found.append(predict(question, plan, exchange, replica))
         elif replica is not None:
             refused = refused or reason
-    fitting = sorted((each for each in found if each.fits), key=_order)
+    fits = [each for each in found if each.fits]
+    fastest = min((each.time.seconds for each in fits), default=0.0)
+    fitting = sorted(fits, key=functools.partial(_order, fastest))
     others = sorted((each for each in found if not each.fits), key=lambda each: each.memory.size)
     return Answer(question, fitting, others, "" if found else refused)
 
@@ -246,14 +248,19 @@ def _micro_batches(question: Question, mesh: Mesh) -> list[int]:
     return [number for number in (1 << power for power in range(most.bit_length())) if share % number == 0]
 
 
-def _order(prediction: Prediction) -> tuple[float, ...]:
-    """Returns a sort key: the fastest plans first, and among plans within about 2 % the simplest.
+def _order(fastest: float, prediction: Prediction) -> tuple[float, ...]:
+    """Returns a sort key: the fastest plans first, and among those within 2 % the simplest.
 
     No prediction can distinguish plans whose times are that close.
+
+    Args:
+      fastest: Seconds of the fastest plan, from which on plans are put together by steps of 2 %.
+      prediction: The prediction of a plan.
     """
     plan, seconds = prediction.plan, prediction.time.seconds
     changes = (plan.recompute != "none") + (plan.shard != "none")
-    return round(math.log(seconds, 1.02)), plan.mesh.devices_of_replica, changes, plan.micro_batches, seconds
+    slower = int(math.log(seconds / fastest, 1.02)) if fastest else 0
+    return slower, plan.mesh.devices_of_replica, changes, plan.micro_batches, seconds
 
 
 def check_fits(question: Question, plan: Plan) -> Prediction:

@@ -10,7 +10,8 @@ Sums along the model axis, of activations and once per step of the gradients of 
 assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
 the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
 twice for every micro-batch, and their gradients scattered. With sharded gradients, the devices of a worker and of the
-model axis sum those of every micro-batch. The gradients of micro-batches are added up. The optimizer reads gradients
+model axis sum those of every micro-batch. With any shards, gradients and the new weights of a worker's shares are put
+together in memory. The gradients of micro-batches are added up. The optimizer reads gradients
 once, and reads and writes weights and state once, at the rate of updates.
 """
 
@@ -158,6 +159,10 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     else:
         seconds = _ring(fullest, of_worker, machine.within, machine)
     seconds *= _sent(plan)
+    if plan.shard != "none":
+        # Gradients are put together for their owners; a worker's new shares leave a program, and are put together.
+        shares = 2 * of_worker / mesh.data
+        seconds += (2 * _sent(plan) + 2 * shares) * fullest * mesh.devices_of_replica / machine.rates.adding
     if workers == 1:
         return seconds
     # Parts of a replica on one worker, each once.
