@@ -115,7 +115,7 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
             for place, reducer in enumerate(self._reducers):
                 with tf.device(self._devices[place]):
                     sums = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
-                found.append((functools.partial(reducer.scattered, sums), [sums[index] for index in reducer.whole]))
+                    found.append((reducer.scatter_of(sums), [sums[index] for index in reducer.whole]))
             return found
         shards = self._taken(strategy, gradients.shards, [reducer.vectors for reducer in self._reducers])
         residuals = self._taken(strategy, gradients.residuals, self._residuals)

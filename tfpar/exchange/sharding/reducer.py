@@ -185,12 +185,22 @@ class ShardedReducer(OwnersReducer):
             whole = [sum_local(strategy, each) for each in gradients.whole]
             return functools.partial(self.known, shards, residuals), whole
         summed = [sum_local(strategy, gradient) for gradient in gradients]
-        return functools.partial(self.scattered, summed), [summed[each] for each in self.whole]
+        return self.scatter_of(summed), [summed[each] for each in self.whole]
 
     def known(self, shards: list[tf.Tensor], residuals: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """`scattered` for gradients that have been sent already: keeps the residuals, returns the sums."""
         self.keep(residuals)
         return shards
+
+    def scatter_of(self, sums: Sequence[tf.Tensor]) -> Scatter:
+        """A function that returns the sums of this worker's shards, to be called if the step is applied.
+
+        Residuals change with an applied step alone. Where there are none, gradients leave at once, beside the sidecar.
+        """
+        if any(one.state for one in self._shards):
+            return functools.partial(self.scattered, sums)
+        shards = self.scattered(sums)
+        return lambda: shards
 
     def scattered(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends this worker's gradients to their owners; returns the sums of its own shards. Changes residuals."""
