@@ -19,6 +19,7 @@ from tfpar.checkpoint.format import sync_directory
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import shape_of, split_of, whole_blocks
+from tfpar.process.memory import return_freed_memory
 
 import keras
 import numpy as np
@@ -57,6 +58,8 @@ def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], pat
             file = values.enter_context(tempfile.TemporaryFile(dir=path.parent)) if divided else None
             for (variable, own), parts in zip(divided, blocks, strict=True):
                 reads[id(variable)] = _stored(file, own, parts)
+            if divided:
+                return_freed_memory()  # of the blocks, before Keras takes as much as two of the largest weight
             if reads:  # a layer may create variables when it is saved, which a scope would refuse
                 values.enter_context(_Values(reads))
             write = functools.partial(_write_in_folder, saved=values.close)
