@@ -217,3 +217,13 @@ def test_shards_are_put_together(workers, copies):
     machine = on(4 // workers, workers, worker_flops=1e12, memory_bandwidth=1e9)
     whole, shards = (predict_plan(question(machine), plan(data=4, shard=shard)).time for shard in ("none", "optimizer"))
     assert shards.exchange - whole.exchange == pytest.approx(copies * 32e6 / 1e9)
+
+
+@pytest.mark.parametrize(("devices", "worker_flops", "copies"), [(1, 0.0, 4), (2, 0.0, 4), (2, 1e12, 8)])
+def test_devices_of_a_replica_copy_their_own_shards(devices, worker_flops, copies):
+    """16 MB each: at the same time, but for those that share a memory, and on their own workers."""
+    machine = on(devices, 4 // devices, worker_flops=worker_flops, memory_bandwidth=1e9)
+    whole, shards = (
+        predict_plan(question(machine), plan(data=2, model=2, shard=shard)).time for shard in ("none", "optimizer")
+    )
+    assert shards.exchange - whole.exchange == pytest.approx(copies * 16e6 / 1e9)

@@ -259,7 +259,7 @@ def _order(fastest: float, prediction: Prediction) -> tuple[float, ...]:
     """
     plan, seconds = prediction.plan, prediction.time.seconds
     changes = (plan.recompute != "none") + (plan.shard != "none")
-    slower = int(math.log(seconds / fastest, 1.02)) if fastest else 0
+    slower = int(math.log(seconds / fastest, 1.02))
     return slower, plan.mesh.devices_of_replica, changes, plan.micro_batches, seconds
 
 

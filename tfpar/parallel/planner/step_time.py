@@ -11,8 +11,8 @@ assumed not to overlap with anything. Messages between stages cost their latency
 the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
 twice for every micro-batch, and their gradients scattered. With sharded gradients, the devices of a worker and of the
 model axis sum those of every micro-batch. With any shards, gradients and the new weights of a worker's shares are put
-together in memory. The gradients of micro-batches are added up. The optimizer reads gradients
-once, and reads and writes weights and state once, at the rate of updates.
+together in memory. The gradients of micro-batches are added up. The optimizer reads gradients once, and reads and
+writes weights and state once, at the rate of updates.
 """
 
 from __future__ import annotations
@@ -160,9 +160,7 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
         seconds = _ring(fullest, of_worker, machine.within, machine)
     seconds *= _sent(plan)
     if plan.shard != "none":
-        # Gradients are put together for their owners; a worker's new shares leave a program, and are put together.
-        shares = 2 * of_worker / mesh.data
-        seconds += (2 * _sent(plan) + 2 * shares) * fullest * mesh.devices_of_replica / machine.rates.adding
+        seconds += _joining(plan, machine, fullest, of_worker / mesh.data)
     if workers == 1:
         return seconds
     # Parts of a replica on one worker, each once.
@@ -179,6 +177,20 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
     # Sharded gradients go to their owners after every micro-batch; the sums come back once.
     times = (plan.micro_batches + 1) / 2 if plan.shard == "gradients" else 1
     return seconds + exchanged * times / exchange.every
+
+
+def _joining(plan: Plan, machine: Machine, size: int, share: float) -> float:
+    """Returns the seconds of copies: of gradients, which are put together for their owners, and twice of a worker's
+    share of the new weights, which leave a program and are put together. A copy is read and written.
+
+    Args:
+      plan: The plan.
+      machine: Devices and links.
+      size: Bytes of a device's weights.
+      share: Of a worker in the weights.
+    """
+    devices = min(plan.mesh.devices_of_replica, machine.devices) if machine.crowding > 1 else 1  # share their memory
+    return 2 * (_sent(plan) + 2 * share) * size * devices / machine.rates.adding
 
 
 def _sent(plan: Plan) -> int:
