@@ -4,8 +4,7 @@ TensorFlow makes glibc map every block of more than 128 KiB as soon as there is 
 between steps. With `MALLOC_MMAP_THRESHOLD_=131072` in the environment, which tfpar leaves as it is, it stays so. All
 runs read a `Dataset.from_generator`.
 
-The launcher has glibc ask for huge pages, unless the environment says `GLIBC_TUNABLES=glibc.malloc.hugetlb=0`. Runs on
-two workers have them, but for the last rows.
+The launcher has glibc ask for huge pages, which the last rows leave out with `GLIBC_TUNABLES=glibc.malloc.hugetlb=0`.
 
   python experiments/benchmarks/heaps.py --turns=3
 
@@ -60,7 +59,7 @@ RUNS = (
     Run("limit, 2 workers, --shard=optimizer", {"devices": 1, "shard": "optimizer"}, MAPPED, workers=2),
     Run("limit, 2 workers, --shard=gradients", {"devices": 1, "shard": "gradients"}, MAPPED, workers=2),
     Run("huge pages, 2 workers, --shard=optimizer", {"devices": 1, "shard": "optimizer"}, SMALL_PAGES, workers=2),
-    Run("huge pages, language model, 2 workers", {**LANGUAGE}, SMALL_PAGES, workers=2),
+    Run("huge pages, language model, 2 workers", LANGUAGE, SMALL_PAGES, workers=2),
     Run("the same, --shard=optimizer", {**LANGUAGE, "shard": "optimizer"}, SMALL_PAGES, workers=2),
     Run("the same, --shard=weights", {**LANGUAGE, "shard": "weights"}, SMALL_PAGES, workers=2),
 )

@@ -9,7 +9,7 @@ import time
 from experiments.benchmarks import netns
 from experiments.benchmarks.netns import Network
 from tfpar.cluster import ClusterInfo, tf_config_json
-from tfpar.process.heap import with_huge_pages
+from tfpar.process.heap import huge_pages
 
 from absl import app
 
@@ -26,7 +26,7 @@ def tensorflow_environ(network: Network, host: int) -> dict[str, str]:
     addresses = tuple(f"{network.address(other)}:{PORT}" for other in range(len(network.namespaces)))
     config = tf_config_json(ClusterInfo("local", {"worker": addresses}, "worker", host))
     own = {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
-    return with_huge_pages(own)  # as the launcher does
+    return {**own, **huge_pages(os.environ)}  # as the launcher does
 
 
 def can_measure(link: str = "none") -> bool:

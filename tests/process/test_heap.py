@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests import nursery
 from tfpar.process.cores import cores
-from tfpar.process.heap import with_huge_pages
+from tfpar.process.heap import huge_pages
 
 import pytest
 
@@ -162,7 +162,7 @@ def test_a_large_block_is_zeroed_in_huge_pages():
         return int(subprocess.check_output([sys.executable, "-c", ZEROED], env=environ, text=True, timeout=60))
 
     assert pages(without_sizes()) > 16_000
-    assert pages(with_huge_pages(without_sizes())) < 4_000  # 32, where none of them is missing
+    assert pages(without_sizes(**huge_pages({}))) < 4_000  # 32, where none of them is missing
 
 
 def test_tensors_are_on_heaps_again():

@@ -31,7 +31,7 @@ from tfpar.launch.parser import Parser, check_numbers, script_problem
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.cores import cores
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
-from tfpar.process.heap import with_huge_pages
+from tfpar.process.heap import huge_pages
 from tfpar.process.writable import unwritable
 
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
@@ -271,7 +271,7 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
     # Every process would take all cores for itself. TensorFlow 2.21 reads this variable where the program sets no
     # number of threads (measured: it sizes the pool of each CPU device, which XLA's kernels run on too).
     threads = max(1, cores() // sum(options.jobs.values()))
-    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **with_huge_pages(environ)}
+    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, **huge_pages(environ)}
     made = []
     for job, tasks in addresses.items():
         for index in range(len(tasks)):

@@ -64,23 +64,21 @@ def keep_tensors_on_heaps() -> bool:
     return _set(_MMAP_THRESHOLD, _LARGEST_BYTES, "MALLOC_MMAP_THRESHOLD_")
 
 
-def with_huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process whose C library asks for huge pages, which the system zeroes all at once.
+def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable with which the C library of a process asks for huge pages, which the system zeroes all at once.
 
     A program of XLA takes the memory that it computes in from TensorFlow's allocator. Where that is the C library, a
     block of more than 32 MiB is mapped for each step, and zeroed in pages of 4 KiB, which may take a third of a step.
 
     glibc (2.35 and later, `glibc.malloc.hugetlb` in its manual) reads the option when a process starts, and asks only
-    where the system gives huge pages to those who ask (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). If
-    the environment has a value, nothing changes.
+    where the system gives huge pages to those who ask (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled).
 
     Args:
-      environ: The environment to start from.
+      environ: The environment that the process has otherwise, whose other options stay, and this one if it is there.
     """
     given = environ.get(_TUNABLES, "")
-    if _HUGE_PAGES in given:
-        return dict(environ)
-    return {**environ, _TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
+    wanted = "" if _HUGE_PAGES in given else f"{_HUGE_PAGES}=1"
+    return {_TUNABLES: ":".join(filter(None, (given, wanted)))}
 
 
 def return_freed_tensors() -> None:
