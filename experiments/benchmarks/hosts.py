@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 from experiments.benchmarks import netns
 from experiments.benchmarks.netns import Network
 from tfpar.cluster import ClusterInfo, tf_config_json
+from tfpar.process.cores import WORKER_CORES, share_out
 from tfpar.process.heap import huge_pages
 
 from absl import app
@@ -26,7 +28,8 @@ def tensorflow_environ(network: Network, host: int) -> dict[str, str]:
     addresses = tuple(f"{network.address(other)}:{PORT}" for other in range(len(network.namespaces)))
     config = tf_config_json(ClusterInfo("local", {"worker": addresses}, "worker", host))
     own = {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
-    return {**own, **huge_pages(os.environ)}  # as the launcher does
+    cores = {WORKER_CORES: json.dumps(share_out(len(network.namespaces)))}
+    return {**own, **cores, **huge_pages(os.environ)}  # as the launcher does
 
 
 def can_measure(link: str = "none") -> bool:

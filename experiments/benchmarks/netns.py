@@ -26,6 +26,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tfpar.process.cores import share_out
+
 # The pid in their names tells whose they are, and whether their owner is still there.
 _PREFIX = "tfpar"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-")
@@ -76,8 +78,9 @@ class Network:
         return f"10.77.{host >> 8}.{(host & 255) + 1}"
 
     def command(self, host: int, arguments: Sequence[str]) -> list[str]:
-        """The command that runs a command on a host."""
-        return ["ip", "netns", "exec", self.namespaces[host], *arguments]
+        """The command that runs a command on a host, on cores of its own if there are enough."""
+        own = [["taskset", "--cpu-list", ",".join(map(str, each))] for each in share_out(len(self.namespaces))]
+        return ["ip", "netns", "exec", self.namespaces[host], *(own[host] if own else []), *arguments]
 
     def shape(self, rate: str, hosts: Sequence[int] | None = None) -> None:
         """Limits what hosts send and what they receive; programs that run there notice nothing else.

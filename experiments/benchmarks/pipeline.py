@@ -20,10 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tfpar, when started as a script
 
-# Before TensorFlow counts the cores: worker i, and all of its threads, get core i.
+# Before TensorFlow counts the cores: a worker, and all of its threads, have the first of those that it may use.
 if any(argument.startswith("--child") for argument in sys.argv):
-    _rank = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0)
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[_rank]})
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 import tfpar
 from experiments.benchmarks.loops import SETTLED, median_step_seconds

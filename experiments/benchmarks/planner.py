@@ -37,7 +37,7 @@ from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.parallel.planner.machine import parse_link
 from tfpar.parallel.planner.plan import Prediction
-from tfpar.process.cores import cores
+from tfpar.process.cores import WORKER_CORES, cores, share_out
 from tfpar.training.planning.machines import between_cpus
 from tfpar.training.planning.offline import plan_offline
 
@@ -69,7 +69,7 @@ CASES = absl_flags.DEFINE_list(
 MOST = absl_flags.DEFINE_integer("most_plans", 0, "Plans that run, the best predicted; 0: all.", lower_bound=0)
 CALLS = absl_flags.DEFINE_integer(
     "measured_calls",
-    4,
+    12,
     "Calls of the training program in a turn that count, of which the median is taken.",
     lower_bound=1,
 )
@@ -163,6 +163,9 @@ def run_plan(workers: int, link: str, options: dict[str, Any], *, counts: bool =
 def predicted(options: dict[str, Any], workers: int, link: str) -> list[Prediction]:
     """The plans that fit, the best first, for workers with as many threads as they will have."""
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(max(1, cores() // workers))
+    if own := share_out(workers):
+        os.environ[WORKER_CORES] = json.dumps(own)
+        os.sched_setaffinity(0, own[0])
     config = tfpar.ExperimentConfig.from_flat_dict(options)
     between = between_cpus("gloo", parse_link(link, "--cases", _LATENCY_S) if link else None)
     return [*plan_offline(config, hosts=workers, flops=0.0, between=between, hosts_here=workers).fitting]

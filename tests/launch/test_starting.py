@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ from tests.launch.actors import ROOT, SCRIPTS, Actors, lines_of
 from tfpar.config import ConfigError
 from tfpar.launch import cli as launch
 from tfpar.launch import gpu_slots
+from tfpar.process.cores import share_out
 from tfpar.process.exit_codes import SHARED_GPUS
 
 import pytest
@@ -49,6 +51,25 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(actors: Actors) -> 
     assert "TF_NUM_INTRAOP_THREADS=7" in lines_of(result.stdout, "worker 0")
 
 
+def test_every_worker_has_cores_of_its_own_unless_they_are_shared(actors: Actors) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    own = share_out(2)  # none on a machine with a single core
+    for flags, expected in (
+        ("--workers=2", [sorted(each) for each in own] or [usable, usable]),
+        ("--workers=2 --share_cores", [usable, usable]),
+    ):
+        result = actors.run(flags, "all=describe")
+        listed = json.dumps([] if "share" in flags else own)
+        for index, cores in enumerate(expected):
+            assert f"cores: {cores} of {listed}" in lines_of(result.stdout, f"worker {index}")
+
+
+def test_with_parameter_servers_all_use_all_cores(actors: Actors) -> None:
+    result = actors.run("--workers=1 --ps=1", "all=describe", "ps=touch:shown,sleep:900", "chief=wait_for:shown")
+    for label in ("chief 0", "ps 0"):
+        assert f"cores: {sorted(os.sched_getaffinity(0))} of []" in lines_of(result.stdout, label)
+
+
 def test_every_process_asks_for_huge_pages_unless_the_user_says_otherwise(actors: Actors) -> None:
     for given, gets in (
         ("", "glibc.malloc.hugetlb=1"),
@@ -63,15 +84,15 @@ def test_every_process_asks_for_huge_pages_unless_the_user_says_otherwise(actors
 def test_gpus_are_shared_out(actors: Actors) -> None:
     actors.environ["CUDA_VISIBLE_DEVICES"] = "4,5,6,7,8"
     result = actors.run("--workers=2 --ps=1", "all=describe", "ps=touch:shown,sleep:900", "chief=wait_for:shown")
-    seen = {label: lines_of(result.stdout, label)[-1] for label in ("chief 0", "worker 0", "worker 1", "ps 0")}
+    seen = {label: lines_of(result.stdout, label)[-2] for label in ("chief 0", "worker 0", "worker 1", "ps 0")}
     assert [value.partition("=")[2] for value in seen.values()] == ["-1", "4,5", "6,7", "-1"]
     actors.environ["CUDA_VISIBLE_DEVICES"] = "0"
     result = actors.run("--workers=2", "all=describe")
     assert "training on the CPU" in result.stdout
-    assert lines_of(result.stdout, "worker 1")[-1] == "CUDA_VISIBLE_DEVICES=-1"
+    assert lines_of(result.stdout, "worker 1")[-2] == "CUDA_VISIBLE_DEVICES=-1"
     result = actors.run("--workers=2 --share_gpus", "all=describe")
     assert "training on the CPU" not in result.stdout
-    assert lines_of(result.stdout, "worker 1")[-1] == "CUDA_VISIBLE_DEVICES=0"
+    assert lines_of(result.stdout, "worker 1")[-2] == "CUDA_VISIBLE_DEVICES=0"
     options = launch.LaunchOptions(command=("x",), workers=2)
     assert launch.commands(options, {}, ["0", "0"])[1].environ[SHARED_GPUS] == "1"
     assert SHARED_GPUS not in launch.commands(options, {}, ["0", "1"])[1].environ

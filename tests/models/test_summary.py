@@ -165,7 +165,7 @@ def test_measuring_ends_at_its_deadline_or_after_twelve_products(
 def test_replicas_share_the_cores_of_their_threads(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, replicas: int, share: float
 ) -> None:
-    monkeypatch.setattr(peak, "cores", lambda: cores)
+    monkeypatch.setattr(peak, "cores_of_host", lambda: cores)
     assert models.PeakFlops(8e9, "", threads).of_replica(replicas) == 8e9 * share
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 
 from tfpar.process import cores as cores_module
-from tfpar.process.cores import cores, cpu_quota
+from tfpar.process.cores import WORKER_CORES, cores, cores_of_host, cores_of_others, cpu_quota, share_out
 
 import pytest
 
@@ -59,3 +60,57 @@ def test_a_part_of_a_core_counts_as_one(monkeypatch, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(cores_module, "cpu_quota", lambda: quota)
     assert cores() == expected
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Lets this process use some cores; two in a row are hardware threads of a core if `threads` says so."""
+
+    def set_up(usable, quota=None, *, threads=False):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(usable))
+        monkeypatch.setattr(cores_module, "cpu_quota", lambda: quota)
+        half = len(usable) // 2
+        monkeypatch.setattr(cores_module, "_place", lambda number: (number % half if threads else 0, number))
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("usable", "processes", "expected"),
+    [
+        (range(8), 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (range(8), 8, [[0], [1], [2], [3], [4], [5], [6], [7]]),
+        ([2, 3, 5, 7, 11], 2, [[2, 3], [5, 7, 11]]),
+        (range(4), 1, []),  # it has all
+        (range(4), 5, []),
+    ],
+)
+def test_processes_get_cores_of_their_own_if_there_are_enough(machine, usable, processes, expected):
+    machine(usable)
+    assert share_out(processes) == expected
+
+
+def test_threads_of_a_core_stay_together(machine):
+    machine(range(8), threads=True)
+    assert share_out(2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+
+def test_limited_time_is_not_shared_out_as_cores(machine):
+    machine(range(8), quota=4.0)
+    assert share_out(2) == []
+    machine(range(8), quota=8.0)
+    assert len(share_out(2)) == 2
+
+
+def test_workers_know_the_cores_of_all(machine, monkeypatch):
+    machine([2, 3])
+    monkeypatch.delenv(WORKER_CORES, raising=False)
+    assert (cores_of_host(), cores_of_others()) == (2, [])
+    monkeypatch.setenv(WORKER_CORES, json.dumps([[0, 1], [2, 3], [4, 5, 6]]))
+    assert (cores(), cores_of_host(), cores_of_others()) == (2, 7, [[0, 1], [4, 5, 6]])
+
+
+def test_the_place_of_a_core_of_this_machine_is_known():
+    if not pathlib.Path("/sys/devices/system/cpu/cpu0/topology/core_id").exists():
+        pytest.skip("this system does not say")
+    assert len(cores_module._place(0)) == 4

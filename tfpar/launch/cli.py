@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -29,7 +30,7 @@ from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
 from tfpar.launch.parser import Parser, check_numbers, script_problem
 from tfpar.launch.supervisor import Command, Process, Supervisor
-from tfpar.process.cores import cores
+from tfpar.process.cores import WORKER_CORES, cores, share_out
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
 from tfpar.process.heap import huge_pages
 from tfpar.process.writable import unwritable
@@ -63,7 +64,8 @@ Preemption: SIGTERM to the launcher or to any worker makes all save a checkpoint
 with --grace_period, and start again later. Exit code 75: a worker was lost, and --max_restarts is used up.
 
 Set for every process: TF_CONFIG; TFPAR_RESTARTS; TFPAR_LEFT_OUT, the number of workers left out;
-TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. GPUs are shared out evenly
+TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. Each worker has cores of its own, which
+TFPAR_WORKER_CORES lists, if there are enough; with --ps or --share_cores, all use all. GPUs are shared out evenly
 over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than workers, all train on the CPU. With
 --share_gpus several workers use a GPU then, with TFPAR_SHARED_GPUS=1 and TF_FORCE_GPU_ALLOW_GROWTH=true, and their
 data travels through the host, as NCCL takes each GPU once.
@@ -94,6 +96,7 @@ class LaunchOptions:
       min_workers: Smallest number of workers with which to continue without those that keep failing; 0: only with all.
       restart_delay: Seconds before the first restart in a row.
       grace_period: Seconds between asking processes to end and killing them.
+      share_cores: Whether every worker may use all cores, instead of its own.
       share_gpus: Whether several workers use a GPU where there are fewer GPUs than workers.
       log_dir: Directory for a copy of the output of every process, if any.
       hosts: A host file: prints the commands for its hosts, and starts nothing.
@@ -106,6 +109,7 @@ class LaunchOptions:
     min_workers: int = 0
     restart_delay: float = 1.0
     grace_period: float = 30.0
+    share_cores: bool = False
     share_gpus: bool = False
     log_dir: Path | None = None
     hosts: Path | None = None
@@ -271,7 +275,10 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
     # Every process would take all cores for itself. TensorFlow 2.21 reads this variable where the program sets no
     # number of threads (measured: it sizes the pool of each CPU device, which XLA's kernels run on too).
     threads = max(1, cores() // sum(options.jobs.values()))
-    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, **huge_pages(environ)}
+    # Where there are parameter servers, not all processes compute at the same time.
+    own_cores = [] if options.ps or options.share_cores else share_out(options.workers)
+    listed = {WORKER_CORES: json.dumps(own_cores)}
+    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, **huge_pages(environ), **listed}
     made = []
     for job, tasks in addresses.items():
         for index in range(len(tasks)):
@@ -284,7 +291,14 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
                 own.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # by default a process takes all memory of a GPU
             arguments = [sys.executable, "-u", *options.command]
             made.append(
-                Command(label=label, arguments=arguments, environ=own, log=options.log(label), live=info.is_chief)
+                Command(
+                    label=label,
+                    arguments=arguments,
+                    environ=own,
+                    log=options.log(label),
+                    live=info.is_chief,
+                    cores=own_cores[index] if own_cores else (),
+                )
             )
     return made
 
@@ -329,6 +343,7 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
     add("--min_workers", type=int, default=0, metavar="M", help="restart without failing workers, down to M (0: off)")
     add("--restart_delay", type=float, metavar="S", help="seconds before the first restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
+    add("--share_cores", action="store_true", help="let every worker use all cores (default: each has its own)")
     add("--share_gpus", action="store_true", help="let several workers use a GPU where there are fewer than workers")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
     add("--hosts", type=Path, metavar="FILE", help="print the command for each host in FILE, and start nothing")

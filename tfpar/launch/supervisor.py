@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import os
 import selectors
 import shutil
@@ -42,6 +43,7 @@ class Command:
       environ: All its environment variables.
       log: File that its output is written to as well.
       live: Whether it may show a live progress line where the launcher is on a terminal.
+      cores: Numbers of the cores that it may use; by default those of the launcher.
     """
 
     label: str
@@ -49,6 +51,7 @@ class Command:
     environ: dict[str, str]
     log: Path | None = None
     live: bool = False
+    cores: Sequence[int] = ()
 
 
 @dataclasses.dataclass
@@ -131,7 +134,7 @@ class Supervisor:
                 stdout=stdout,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=self._guard.join(),
+                preexec_fn=functools.partial(_prepare, self._guard.join(), command.cores),
             )
         except BaseException:
             os.close(output)
@@ -278,6 +281,13 @@ class Supervisor:
         for process in self.processes:
             if process.output >= 0 and os.isatty(process.output):
                 _set_size(process.output, process.label)
+
+
+def _prepare(join: Callable[[], None], cores: Sequence[int]) -> None:
+    """Runs in a new process between fork and exec."""
+    join()
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -12,7 +12,7 @@ import re
 import time
 
 from tfpar.config import PRECISIONS, unknown_name
-from tfpar.process.cores import cores
+from tfpar.process.cores import cores, cores_of_host
 
 import tensorflow as tf
 
@@ -40,7 +40,7 @@ class PeakFlops:
         """
         if not self.threads:
             return self.flops
-        return self.flops * min(1.0, cores() / (self.threads * replicas))
+        return self.flops * min(1.0, cores_of_host() / (self.threads * replicas))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,16 @@
-"""The cores that this process may use."""
+"""The cores that this process may use, and those that the workers of a host share out."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
 import os
 import pathlib
+
+# Environment variable with the cores of each worker of this host, where each has its own: JSON lists of numbers.
+WORKER_CORES = "TFPAR_WORKER_CORES"
 
 
 def cores() -> int:
@@ -14,6 +19,46 @@ def cores() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return usable if quota is None else max(1, min(usable, math.ceil(quota)))
+
+
+def cores_of_host() -> int:
+    """Returns the number of cores that the workers of this host may use together."""
+    return sum(map(len, _worker_cores())) or cores()
+
+
+def cores_of_others() -> list[list[int]]:
+    """Returns the cores of each other worker of this host; none if workers do not have cores of their own."""
+    return [each for each in _worker_cores() if not os.sched_getaffinity(0).issuperset(each)]
+
+
+def _worker_cores() -> list[list[int]]:
+    found: list[list[int]] = json.loads(os.environ.get(WORKER_CORES) or "[]")
+    return found
+
+
+def share_out(processes: int) -> list[list[int]]:
+    """Shares out the cores of this process; returns the numbers of those of each of several processes.
+
+    Linux often runs a thread where the one ran that wakes it. A worker's threads wake each other all the time, and with
+    all cores to choose from, two workers wait for each other on one while another is idle.
+
+    Returns an empty list where processes could not have cores of their own: there are more of them than cores, or a
+    control group allows less time than that of all cores.
+    """
+    usable = sorted(os.sched_getaffinity(0), key=_place) if hasattr(os, "sched_getaffinity") else []
+    if not 1 < processes <= len(usable) or cores() < len(usable):
+        return []
+    bounds = [number * len(usable) // processes for number in range(processes + 1)]
+    return [usable[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def _place(number: int) -> tuple[int, ...]:
+    """Returns a key that puts the hardware threads of one core, and the cores of one socket, next to each other."""
+    topology = pathlib.Path(f"/sys/devices/system/cpu/cpu{number}/topology")
+    place = []
+    with contextlib.suppress(OSError, ValueError):
+        place = [int((topology / name).read_text()) for name in ("physical_package_id", "die_id", "core_id")]
+    return (*place, number)
 
 
 def cpu_quota(

@@ -30,6 +30,7 @@ def describe(_: str) -> None:
     print(f"{info.describe()} rank={info.worker_rank} chief={info.is_chief} at={info.address}")
     for name in ("TFPAR_RESTARTS", "TF_NUM_INTRAOP_THREADS", "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES"):
         print(f"{name}={os.environ.get(name)}")
+    print(f"cores: {sorted(os.sched_getaffinity(0))} of {os.environ.get('TFPAR_WORKER_CORES')}")
 
 
 def write_in_pieces(count: str) -> None:

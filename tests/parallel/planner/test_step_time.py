@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.parallel.planner.harness import MB, on, plan, question
+import dataclasses
+
+from tests.parallel.planner.harness import MB, on, plan, question, stack
 from tfpar.collectives.cost_model import Link
 from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Machine, Point, Rates
 from tfpar.parallel.planner.plan import StepTime
@@ -122,7 +124,32 @@ def test_messages_go_there_and_back():
     assert predict_plan(question(machine), plan(pipeline=4)).time.messages == pytest.approx(2 * 3 * (1e-3 + 16e6 / 1e9))
     slow = on(1, 2, between=Link(0.0, 1e6))  # slower than the stages: every micro-batch waits
     time = predict_plan(question(slow), plan(pipeline=2, micro_batches=16)).time
-    assert time.seconds == pytest.approx(2 * 16, rel=0.01)
+    assert time.seconds == pytest.approx(16 + 1, rel=0.01)  # 16 tensors of a second each; the last gradient returns
+
+
+@pytest.mark.parametrize(
+    ("schedule", "there_and_back"),
+    [
+        ("1f1b", 1 + 3),  # in 16 micro-batches, the first stage waits for the first of each four
+        ("eager_1f1b", 1),  # seven are started, and tensors are back before they are done
+        ("gpipe", 1),
+    ],
+)
+def test_stages_wait_for_tensors_on_the_way_if_no_other_micro_batch_is_started(schedule, there_and_back):
+    machine = on(1, 4, between=Link(1e-3, 1e30))
+    time = predict_plan(question(machine, schedule=schedule), plan(pipeline=4, micro_batches=16)).time
+    assert time.messages == pytest.approx(there_and_back * 2 * 3 * 1e-3)
+
+
+def test_stages_of_unequal_length_hide_messages():
+    """The longest of two stages is busy until a tensor is back from the other."""
+    costs = stack()
+    longer = dataclasses.replace(costs.layers[1][-1], flops=4 * costs.layers[1][-1].flops)
+    uneven = dataclasses.replace(costs, layers={1: (*costs.layers[1][:-1], longer)})
+    machine = on(1, 2, between=Link(1e-6, 1e30))
+    for asked, round_trips in ((costs, 1 + 7), (uneven, 1)):
+        time = predict_plan(question(machine, model=asked), plan(pipeline=2, micro_batches=16)).time
+        assert time.messages == pytest.approx(round_trips * 2 * 1e-6)
 
 
 def test_devices_that_divide_a_stage_send_a_tensor_once_over_the_link_of_their_worker():

@@ -154,7 +154,7 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
       replica: The stages of the model on the plan's mesh.
     """
     machine, examples = question.machine, -(-question.batch // (plan.mesh.data * plan.micro_batches))
-    time = step_time(replica, plan, machine, examples, question.state_per_weight, exchange)
+    time = step_time(replica, plan, machine, examples, question.state_per_weight, exchange, question.schedule)
     memory = memory_of(
         *(replica, plan, machine, examples, question.state_per_weight),
         outer_per_weight=question.outer_per_weight,

@@ -7,12 +7,13 @@ stages each takes M turns of its slowest device and, to fill and drain, one turn
 worker share cores, a step takes at least the time of all their work at the rate of the cores.
 
 Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
-assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
-the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are gathered
-twice for every micro-batch, and their gradients scattered. With sharded gradients, the devices of a worker and of the
-model axis sum those of every micro-batch. With any shards, gradients and the new weights of a worker's shares are put
-together in memory. The gradients of micro-batches are added up. The optimizer reads gradients once, and reads and
-writes weights and state once, at the rate of updates.
+assumed not to overlap with anything. Messages between stages cost their latency and bytes, for the first micro-batch
+and where a stage has started as many as its schedule lets it and waits for the first of them to be back. Gradients are
+summed over the replicas of a worker, then between workers, assumed not to overlap with the passes; sharded weights are
+gathered twice for every micro-batch, and their gradients scattered. With sharded gradients, the devices of a worker and
+of the model axis sum those of every micro-batch. With any shards, gradients and the new weights of a worker's shares
+are put together in memory. The gradients of micro-batches are added up. The optimizer reads gradients once, and reads
+and writes weights and state once, at the rate of updates.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ DENSE = Exchange("none")
 
 
 def step_time(
-    replica: Replica, plan: Plan, machine: Machine, examples: int, state_per_weight: int, exchange: Exchange = DENSE
+    replica: Replica,
+    plan: Plan,
+    machine: Machine,
+    examples: int,
+    state_per_weight: int,
+    exchange: Exchange = DENSE,
+    schedule: str = "1f1b",
 ) -> StepTime:
     """Predicts the time of a step.
 
@@ -67,6 +74,7 @@ def step_time(
       examples: Number of examples in a micro-batch on a replica.
       state_per_weight: Bytes of the optimizer's state per float32 weight.
       exchange: The exchange of the plan.
+      schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
     """
     mesh, passes, rates = plan.mesh, plan.micro_batches, machine.rates
     per_flop = rates.seconds(plan.way, 1.0, examples)
@@ -88,7 +96,7 @@ def step_time(
     turns = [computed + summed for computed, summed in zip(work, summing, strict=True)]
     slowest = max(devices, key=turns.__getitem__)
     per_device = len(replica.stages) / mesh.pipeline
-    schedule = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
+    scheduled = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
     # The work of all devices that share cores, one after the other at their joint rate.
     if machine.cores:
         processor = rates.processor(plan.way, sum(map(flops, replica.stages)), examples)
@@ -100,9 +108,9 @@ def step_time(
     compute = max(passes * work[slowest], crowded)
     return StepTime(
         compute=compute,
-        bubble=max(0.0, schedule - compute - passes * summing[slowest]),
+        bubble=max(0.0, scheduled - compute - passes * summing[slowest]),
         sums=passes * summing[slowest] + agreeing,
-        messages=_messages(replica, plan, examples, machine, turns[slowest]),
+        messages=_messages(replica, plan, examples, machine, schedule, turns, max(turns[slowest], crowded / passes)),
         exchange=_exchange(replica, plan, machine, exchange),
         update=_adding(replica, plan, machine) + _update(replica, plan, machine, state_per_weight),
     )
@@ -113,10 +121,27 @@ def _ring(size: float, devices: int, link: Link, machine: Machine) -> float:
     return all_reduce(int(size), devices, link, machine.memory_bandwidth).seconds if devices > 1 else 0.0
 
 
-def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, turn: float) -> float:
+def _messages(
+    replica: Replica,
+    plan: Plan,
+    examples: int,
+    machine: Machine,
+    schedule: str,
+    turns: Sequence[float],
+    turn: float,
+) -> float:
     """Returns the seconds in which passes wait for activations of other stages and their gradients.
 
     A tensor crosses the link between workers once: the devices of a stage send a part each, and gather the parts.
+
+    Args:
+      replica: As of `step_time`.
+      plan: As of `step_time`.
+      examples: As of `step_time`.
+      machine: As of `step_time`.
+      schedule: As of `step_time`.
+      turns: Seconds for which each device is busy with a micro-batch.
+      turn: Seconds from one micro-batch to the next without messages.
     """
     if len(replica.stages) == 1:
         return 0.0
@@ -131,8 +156,13 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
             part = stage.received * examples / plan.mesh.model
             seconds += (plan.mesh.model - 1) * (gathering.latency + part / gathering.bandwidth)
         taken.append(seconds)
-    # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
-    sending = 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
+    # The first stage starts so many micro-batches; for the next, the first one must be back, from all stages.
+    started = replica.in_flight(0, plan.micro_batches, schedule)
+    there_and_back = sum(turns) + 2 * sum(taken)
+    waiting = (plan.micro_batches - 1) // started * max(0.0, there_and_back - started * turn)
+    # A link carries a tensor in each direction at a time.
+    waiting = max(waiting, (plan.micro_batches - 1) * max(0.0, max(taken) - turn))
+    sending = 2 * sum(taken) + waiting
     passes = 2 * (plan.micro_batches + plan.mesh.pipeline - 1)
     return sending + passes * _waiting_for_a_core(replica, machine)
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from tfpar.optim import keras_calls
 from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS, build_for_some
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
-from tfpar.process.cores import cores
+from tfpar.process.cores import cores_of_host, cores_of_others
 from tfpar.process.heap import keep_freed_memory
 from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
@@ -117,7 +118,7 @@ def find_facts(
       ConfigError: The model cannot be counted.
     """
     spec = optimizer or OptimizerSpec(None, False)
-    busy = max(1, min(workers_here, cores() // threads())) if most_examples else 1
+    busy = max(1, min(workers_here, cores_of_host() // threads())) if most_examples else 1
 
     def find(*, alone: bool = False) -> Facts:
         precision.set_policy(config.precision)
@@ -202,9 +203,12 @@ def _compiled(model: keras.Model, config: ExperimentConfig) -> tuple[bool, bool]
 
 @contextlib.contextmanager
 def _beside(number: int, find: Callable[[], Facts]) -> Iterator[None]:
-    """In this context, so many forks of this process do the same, in silence: their results are not needed."""
+    """In this context, so many forks of this process do the same, in silence: their results are not needed. If workers
+    have cores of their own, they run on those of others."""
 
-    def same() -> None:
+    def same(cores: Sequence[int]) -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)
         with open(os.devnull, "w") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
@@ -212,8 +216,8 @@ def _beside(number: int, find: Callable[[], Facts]) -> Iterator[None]:
 
     children: list[int] = []
     try:
-        for _ in range(number):
-            children.append(_fork(same))
+        for _, cores in zip(range(number), itertools.chain(cores_of_others(), itertools.repeat(())), strict=False):
+            children.append(_fork(functools.partial(same, cores)))
         yield
     finally:
         for child in children:

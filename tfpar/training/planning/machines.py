@@ -13,7 +13,7 @@ from tfpar.collectives import gloo
 from tfpar.collectives.cost_model import Link
 from tfpar.models.peak import peak_flops
 from tfpar.parallel.planner.machine import Machine
-from tfpar.process.cores import cores
+from tfpar.process.cores import cores, cores_of_host
 from tfpar.training.planning.measuring import Measured
 
 # The share of a GPU's data-sheet rate that training steps of large models reach.
@@ -124,7 +124,7 @@ def _of_cpu(measured: Measured, sharing: int, share: float) -> dict[str, Any]:
         "flops": share * measured.flops,
         "worker_flops": share * measured.flops,
         "measured_rates": measured.rates.with_memory_shared(share),
-        "cores": cores(),
+        "cores": cores_of_host(),
         "sharing": sharing,
     }
 
@@ -145,7 +145,7 @@ def between_cpus(transport: str, given: Link | None = None) -> Link:
 
 def _share(workers_here: int) -> float:
     """The share of its rate that a worker reaches while the others on this machine are busy too."""
-    return min(1.0, cores() / (threads() * workers_here))
+    return min(1.0, cores_of_host() / (threads() * workers_here))
 
 
 def threads() -> int:
