@@ -91,7 +91,8 @@ def run(network: netns.Network, workload: str, contender: str) -> tuple[Result, 
     """
     network.shape(LINK.value)
     command = [sys.executable, "-m", "experiments.benchmarks.end_to_end_worker"]
-    with Fleet(network, command, functools.partial(hosts.tensorflow_environ, network)) as fleet:
+    environ = functools.partial(hosts.tensorflow_environ, network)
+    with Fleet(network, command, environ, hosts.own_cores(network)) as fleet:
         request = {"workload": workload, "contender": contender, "seed": SEED.value, "jit_compile": JIT.value}
         built = fleet.ask({"do": "build", **request}, _BUILD_S)
         result = Result(workload, contender, built[0]["first_loss"])

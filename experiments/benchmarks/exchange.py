@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 from experiments.benchmarks import netns
 from experiments.benchmarks.exchange_results import Cell, Measured, Results
 from experiments.benchmarks.fleet import Fleet, FleetError
-from experiments.benchmarks.hosts import PORT, can_measure, progress, tensorflow_environ, threads
+from experiments.benchmarks.hosts import PORT, can_measure, own_cores, progress, tensorflow_environ, threads
 from tfpar.config import ConfigError, flags
 from tfpar.doctor.cli import check_memory
 
@@ -154,7 +154,8 @@ def workers(
 
     command = [python, "-m", f"experiments.benchmarks.exchange_{'torch' if torch else 'tensorflow'}"]
     network.shape("none")
-    with Fleet(network, command, environ) as fleet:
+    # PyTorch as its own launcher starts it, which leaves all cores to all.
+    with Fleet(network, command, environ, () if torch else own_cores(network)) as fleet:
         yield fleet, fleet.ask({"do": "start", "shapes": shapes}, _START_S)[0]["machine"]
 
 

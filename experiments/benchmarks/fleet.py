@@ -38,13 +38,20 @@ class Fleet:
       network: The hosts.
       command: What each runs, in the root of the repository.
       environ: Environment variables of a host's worker, besides the starter's.
+      cores: Numbers of the cores of each host, if it does not use all.
     """
 
-    def __init__(self, network: Network, command: Sequence[str], environ: Callable[[int], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        command: Sequence[str],
+        environ: Callable[[int], Mapping[str, str]],
+        cores: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._logs = [tempfile.TemporaryFile() for _ in network.namespaces]  # noqa: SIM115 - closed with the fleet
         self._workers = [
             subprocess.Popen(
-                network.command(host, command),
+                network.command(host, command, cores),
                 env={**os.environ, **environ(host)},
                 cwd=ROOT,
                 stdin=subprocess.PIPE,

@@ -28,8 +28,13 @@ def tensorflow_environ(network: Network, host: int) -> dict[str, str]:
     addresses = tuple(f"{network.address(other)}:{PORT}" for other in range(len(network.namespaces)))
     config = tf_config_json(ClusterInfo("local", {"worker": addresses}, "worker", host))
     own = {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
-    cores = {WORKER_CORES: json.dumps(share_out(len(network.namespaces)))}
+    cores = {WORKER_CORES: json.dumps(own_cores(network))}
     return {**own, **cores, **huge_pages(os.environ)}  # as the launcher does
+
+
+def own_cores(network: Network) -> list[list[int]]:
+    """The cores of each host's worker, as from the launcher; none if all use all."""
+    return share_out(len(network.namespaces))
 
 
 def can_measure(link: str = "none") -> bool:

@@ -26,8 +26,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tfpar.process.cores import share_out
-
 # The pid in their names tells whose they are, and whether their owner is still there.
 _PREFIX = "tfpar"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-")
@@ -77,10 +75,16 @@ class Network:
         """IP address of a host."""
         return f"10.77.{host >> 8}.{(host & 255) + 1}"
 
-    def command(self, host: int, arguments: Sequence[str]) -> list[str]:
-        """The command that runs a command on a host, on cores of its own if there are enough."""
-        own = [["taskset", "--cpu-list", ",".join(map(str, each))] for each in share_out(len(self.namespaces))]
-        return ["ip", "netns", "exec", self.namespaces[host], *(own[host] if own else []), *arguments]
+    def command(self, host: int, arguments: Sequence[str], cores: Sequence[Sequence[int]] = ()) -> list[str]:
+        """The command that runs a command on a host.
+
+        Args:
+          host: Number of the host.
+          arguments: The command.
+          cores: Numbers of the cores of each host, if it does not use all.
+        """
+        on_cores = ["taskset", "--cpu-list", ",".join(map(str, cores[host]))] if cores else []
+        return ["ip", "netns", "exec", self.namespaces[host], *on_cores, *arguments]
 
     def shape(self, rate: str, hosts: Sequence[int] | None = None) -> None:
         """Limits what hosts send and what they receive; programs that run there notice nothing else.

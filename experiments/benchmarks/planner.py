@@ -127,7 +127,10 @@ def _cluster_of(
     with cluster(workers, link) as network:
         if network:
             commands = [
-                (network.command(host, child), {**environ, **hosts.tensorflow_environ(network, host)})
+                (
+                    network.command(host, child, hosts.own_cores(network)),
+                    {**environ, **hosts.tensorflow_environ(network, host)},
+                )
                 for host in range(workers)
             ]
         else:

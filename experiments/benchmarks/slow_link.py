@@ -54,7 +54,8 @@ def run(contender: str, link: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "experiments.benchmarks.slow_link_worker"]
         request = {"do": "train", "contender": contender, "options": OPTIONS.value, "seed": SEED.value}
         request |= {"target": TARGET.value, "every": EVERY.value, "most": MAX_STEPS.value}
-        with Fleet(network, command, functools.partial(hosts.tensorflow_environ, network)) as fleet:
+        environ = functools.partial(hosts.tensorflow_environ, network)
+        with Fleet(network, command, environ, hosts.own_cores(network)) as fleet:
             before = network.sent_bytes(0)
             replies = fleet.ask(request, _LIMIT_S)
             sent = network.sent_bytes(0) - before

@@ -190,12 +190,14 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     devices = _replica_devices(topology)
     assert topology.cluster is not None
-    if topology.pipeline_spans_workers:
+    if topology.replica_workers > 1:
         # By default there is one thread per core (TensorFlow 2.21). A message over TensorFlow's transport occupies one
-        # until it is received. Over Gloo it does not, but a single thread may begin the next pass before it sends. More
-        # threads are slower: 16 on one core take 14 % more of it than one does.
+        # until it is received. Over Gloo it does not, but a single thread may begin the next pass before it sends, and
+        # with a model axis it takes a tenth more time. More threads are slower: 16 on one core take 14 % more of it
+        # than one does.
         programs = min(topology.model_devices, topology.local_devices)
-        least = _FEW_THREADS if _expects_gloo(topology) else _MESSAGE_THREADS * programs
+        holds = topology.pipeline_spans_workers and not _expects_gloo(topology)
+        least = _MESSAGE_THREADS * programs if holds else _FEW_THREADS
         threads = tf.config.threading.get_inter_op_parallelism_threads() or cores()
         tf.config.threading.set_inter_op_parallelism_threads(max(least, threads))
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)

@@ -30,6 +30,7 @@ def stack(blocks: int = 8, *, weight: int = 4 * MB, sizes: tuple[int, ...] = (1,
                 kept_gathered=MB,
                 gathers=True,
                 sums=(MB, MB) if size > 1 else (),
+                forward_sums=(MB,) if size > 1 else (),
                 weights=(Weight(index=number, size=weight // size, divided=size > 1),),
             )
             for number in range(blocks)

@@ -119,6 +119,16 @@ def test_sums_along_the_model_axis_cost_their_link():
         assert time.sums == pytest.approx(4 * 16 * (2e-3 + 4e6 / 1e9) + 2e-3)
 
 
+def test_layers_that_are_called_again_sum_again():
+    """One of two calls, in eight blocks and four micro-batches."""
+    machine = on(2, within=Link(1e-3, 1e9))
+    plain, again = (
+        predict_plan(question(machine), plan(model=2, micro_batches=4, recompute=each)).time.sums
+        for each in ("none", "blocks")
+    )
+    assert again - plain == pytest.approx(4 * 8 * (2e-3 + 4e6 / 1e9))
+
+
 def test_messages_go_there_and_back():
     machine = on(4, within=Link(1e-3, 1e9))
     assert predict_plan(question(machine), plan(pipeline=4)).time.messages == pytest.approx(2 * 3 * (1e-3 + 16e6 / 1e9))

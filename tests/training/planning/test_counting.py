@@ -62,6 +62,7 @@ def test_a_model_axis_halves_what_it_divides(counted):
         if before.name.startswith("block"):
             assert 0.5 < after.kept / before.kept < 0.8
             assert after.sums == (4 * 8 * 32,) * 4  # float32 [8, 32], forward and backward, twice
+            assert after.forward_sums == (4 * 8 * 32,) * 2
     assert sum(weight.size for weight in distinct(half)) < 0.6 * costs.parameters
     assert any(weight.divided for layer in half for weight in layer.weights)
 

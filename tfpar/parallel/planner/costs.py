@@ -39,6 +39,7 @@ class LayerCost:
       gathers: Whether `--shard=weights` calls this layer again.
       sums: Bytes per example that each call sums or gathers over the model axis, for the calls of the forward pass and
         for those of the backward pass.
+      forward_sums: Those of the forward pass.
       weights: The variables of the layer.
     """
 
@@ -50,6 +51,7 @@ class LayerCost:
     kept_gathered: float = 0.0
     gathers: bool = False
     sums: tuple[float, ...] = ()
+    forward_sums: tuple[float, ...] = ()
     weights: tuple[Weight, ...] = ()
 
     @property

@@ -23,11 +23,13 @@ class Again:
       flops: FLOPs that are computed again.
       kept: Bytes of activations that are kept nevertheless.
       largest: Bytes of the activations of the largest layer that is called again.
+      sums: Bytes of each call along the model axis that is made again.
     """
 
     flops: float
     kept: float
     largest: float
+    sums: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ class Stage:
             flops=max(each.flops for each in both),
             kept=min(each.kept for each in both),
             largest=max(each.largest for each in both),
+            sums=max((each.sums for each in both), key=sum),
         )
 
 
@@ -180,6 +183,7 @@ def _again(layers: Sequence[LayerCost], kept: Sequence[float | None]) -> Again:
         flops=sum(layer.flops for layer in called),
         kept=sum(layer.kept if own is None else own for layer, own in zip(layers, kept, strict=True)),
         largest=max((layer.kept for layer in called), default=0.0),
+        sums=tuple(size for layer in called for size in layer.forward_sums),
     )
 
 

@@ -89,10 +89,8 @@ def step_time(
     ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
     devices = range(mesh.pipeline)
     work = [sum(map(alone, replica.of_device(device))) for device in devices]
-    summing = [
-        sum(ring(size * examples, mesh.model) for stage in replica.of_device(device) for size in stage.sums)
-        for device in devices
-    ]
+    called = [(size for stage in replica.of_device(each) for size in _sums(stage, plan)) for each in devices]
+    summing = [sum(ring(size * examples, mesh.model) for size in sizes) for sizes in called]
     turns = [computed + summed for computed, summed in zip(work, summing, strict=True)]
     slowest = max(devices, key=turns.__getitem__)
     per_device = len(replica.stages) / mesh.pipeline
@@ -114,6 +112,11 @@ def step_time(
         exchange=_exchange(replica, plan, machine, exchange),
         update=_adding(replica, plan, machine) + _update(replica, plan, machine, state_per_weight),
     )
+
+
+def _sums(stage: Stage, plan: Plan) -> Sequence[float]:
+    """Returns the bytes of each sum along the model axis for a micro-batch of one example."""
+    return *stage.sums, *stage.again(plan).sums
 
 
 def _ring(size: float, devices: int, link: Link, machine: Machine) -> float:

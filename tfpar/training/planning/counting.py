@@ -106,12 +106,12 @@ class _CountedPlace(Place):
     """A device of a model axis that only records the bytes that it would send.
 
     Attributes:
-      noted: Bytes of each call.
+      noted: Bytes of each call, and whether it is one of the forward pass.
       devices: Devices on the axis.
     """
 
     devices: int = 1
-    noted: list[float] = dataclasses.field(default_factory=list)
+    noted: list[tuple[float, bool]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, devices: int) -> _CountedPlace:
@@ -127,15 +127,19 @@ class _CountedPlace(Place):
         return self.devices
 
     def sum(self, x: tf.Tensor) -> tf.Tensor:
-        self.noted.append(float(math.prod(x.shape)) * max(x.dtype.size, 4))
-        return tf.identity(x)
+        return self._noted(x, forward=True)
 
     def enter(self, x: tf.Tensor) -> tf.Tensor:
-        return self.sum(x)  # its gradient, of the same shape
+        return self._noted(x, forward=False)  # its gradient, of the same shape
 
     def collect(self, x: tf.Tensor) -> tf.Tensor:
-        self.noted.append(self.devices * float(math.prod(x.shape)) * x.dtype.size / 2)  # half the bytes of a sum
+        half = self.devices * float(math.prod(x.shape)) * x.dtype.size / 2  # of the bytes of a sum
+        self.noted.append((half, True))
         return tf.stack([x] * self.devices)
+
+    def _noted(self, x: tf.Tensor, *, forward: bool) -> tf.Tensor:
+        self.noted.append((float(math.prod(x.shape)) * max(x.dtype.size, 4), forward))
+        return tf.identity(x)
 
 
 class _Counter:
@@ -161,7 +165,8 @@ class _Counter:
                 kept=kept,
                 kept_recomputed=kept,
                 kept_gathered=kept,
-                sums=tuple(sums),
+                sums=tuple(size for size, _ in sums),
+                forward_sums=tuple(size for size, forward in sums if forward),
                 weights=tuple(self._weights(own, splits, traced.assigned)),
             )
             for name, own, flops, kept, sums in zip(
@@ -256,7 +261,7 @@ class _Trace:
     Attributes:
       flops: FLOPs of each layer in the forward pass.
       kept: Bytes that each layer keeps for the backward pass.
-      sums: Bytes of each call along the model axis, by layer.
+      sums: Bytes of each call along the model axis, and whether it is one of the forward pass, by layer.
       assigned: The trainable variables that the forward pass assigns, by identity.
     """
 
@@ -270,7 +275,7 @@ class _Trace:
     ) -> None:
         self._model, self._steps, self._place = model, steps, place
         count = max(len(steps), 1)
-        self.sums: list[list[float]] = [[] for _ in range(count)]
+        self.sums: list[list[tuple[float, bool]]] = [[] for _ in range(count)]
         self._ends: list[int] = []
         self._forward: list[tf.Operation] = []
         self.assigned: set[int] = set()

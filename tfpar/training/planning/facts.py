@@ -87,7 +87,8 @@ class Facts:
 
 def _layer(value: dict[str, Any]) -> LayerCost:
     weights = tuple(Weight(**each) for each in value["weights"])
-    return LayerCost(**{**value, "sums": tuple(value["sums"]), "weights": weights})
+    sums = {name: tuple(value[name]) for name in ("sums", "forward_sums")}
+    return LayerCost(**{**value, **sums, "weights": weights})
 
 
 def find_facts(
