@@ -215,7 +215,7 @@ def _unknown_flag(name: str, values: flags.FlagValues, program: str) -> str:
 # Flags of `tfpar.launch`, which belong before `--`.
 _LAUNCHER = (
     *("workers", "ps", "max_restarts", "min_workers", "restart_delay", "grace_period"),
-    *("share_gpus", "log_dir", "hosts"),
+    *("share_cores", "share_gpus", "log_dir", "hosts"),
 )
 
 

@@ -287,7 +287,8 @@ def _prepare(join: Callable[[], None], cores: Sequence[int]) -> None:
     """Runs in a new process between fork and exec."""
     join()
     if cores:
-        os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and all cores will do
+            os.sched_setaffinity(0, cores)
 
 
 def _is_stopped(pid: int) -> bool:
