@@ -10,6 +10,7 @@ import sys
 
 from tests import nursery
 from tfpar.cluster import ClusterInfo, failure
+from tfpar.collectives import gloo_mesh
 from tfpar.launch import free_ports
 from tfpar.process.exit_codes import PEER_LOST, PeerLostError
 
@@ -54,6 +55,21 @@ def answering(monkeypatch):
 def test_the_service_lists_those_that_are_silent(answering):
     assert failure.find_lost(unavailable(UNHEALTHY), cluster_of(0)) == [2, 1]
     assert failure.find_lost(unavailable(UNHEALTHY), cluster_of(1)) == [2]
+
+
+def test_the_native_transport_names_those_that_do_not_answer(answering):
+    # Nobody is asked again.
+    silent = [gloo_mesh._names(cluster_of(0))[rank] for rank in (2, 3)]
+    text = f"Collective all_reduce: {gloo_mesh._silent_text(silent)}"
+    assert failure.find_lost(unavailable(text), cluster_of(0)) == [2, 3]
+
+
+@pytest.mark.parametrize("bound", [8.0, 10.0, 30.0, 300.0])
+def test_the_native_transport_leaves_time_to_say_who_is_lost(bound):
+    """A worker waits, asks three times, and reports."""
+    watch = gloo_mesh._Watch(None, 0, cluster_of(0), bound)
+    longest = watch._quiet + watch._pause + gloo_mesh._MISSES * watch._ask
+    assert longest + failure._LINGER_S < bound
 
 
 def test_heartbeats_that_reach_nobody_mean_the_chief(answering):

@@ -48,6 +48,8 @@ _OWN_CONNECTIONS = "grpc.use_local_subchannel_pool"
 
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
+# What the native transport says of workers that do not answer (tfpar/collectives/gloo_mesh.py).
+_SILENT = re.compile(r"lost (/job:.*): no answer")
 
 # What TensorFlow raises when another worker is at fault, and not this one.
 COMMUNICATION_ERRORS = (
@@ -285,7 +287,7 @@ def find_lost(error: tf.errors.OpError, info: ClusterInfo) -> list[int]:
     Returns:
       Ranks, without this worker's; empty if every worker answers.
     """
-    listed = _UNHEALTHY.search(error.message)
+    listed = _UNHEALTHY.search(error.message) or _SILENT.search(error.message)
     if listed:
         return _ranks(info, listed[1])
     # The error names the target of the broken call first, and after it those whose calls broke as a consequence.

@@ -44,9 +44,11 @@ _ASK_S = 1.0
 _GPUS = "GPUs that NCCL cannot connect", "GPUs"
 
 # If a call takes longer than the first share of the peer timeout, its worker probes all others. A worker that does not
-# answer three probes in a row, each within the second share, is lost. The rest of the timeout is for the report.
+# answer three probes in a row is lost. Each has the second share, or less: `_REPORT_S` is for the report, in which
+# another worker may have to find out who was lost (`failure.find_lost`).
 _QUIET_SHARE, _ASK_SHARE, _MISSES = 0.1, 0.2, 3
-_POLL_S = 0.5
+_REPORT_S, _LEAST_ASK_S = 6.0, 0.75
+_POLL_S = 0.2
 
 
 def check_usable(what: str) -> None:
@@ -320,7 +322,9 @@ class _Watch(threading.Thread):
         self._others = [rank for rank in range(info.num_workers) if rank != info.worker_rank]
         self._addresses = [info.worker_addresses[rank] for rank in self._others]
         self._names = [_names(info)[rank] for rank in self._others]
-        self._quiet, self._ask = _QUIET_SHARE * peer_timeout, _ASK_SHARE * peer_timeout
+        self._quiet = _QUIET_SHARE * peer_timeout
+        left = peer_timeout - self._quiet - _REPORT_S
+        self._ask = max(_LEAST_ASK_S, min(_ASK_SHARE * peer_timeout, left / _MISSES))
         # Random, so that many workers do not probe at the same time.
         self._pause = _POLL_S * (1 + 0.1 * secrets.randbelow(10))
 
@@ -328,9 +332,9 @@ class _Watch(threading.Thread):
         """Probes until a worker is lost."""
         misses = [0] * len(self._others)
         while True:
-            time.sleep(self._pause)
             if self._library.waiting_seconds(self._mesh) < self._quiet:
                 misses = [0] * len(self._others)
+                time.sleep(self._pause)
                 continue
             began = time.monotonic()
             answers = heartbeat.probe_servers(self._addresses, self._ask)
