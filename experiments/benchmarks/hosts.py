@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -10,7 +9,7 @@ import time
 from experiments.benchmarks import netns
 from experiments.benchmarks.netns import Network
 from tfpar.cluster import ClusterInfo, tf_config_json
-from tfpar.process.cores import WORKER_CORES, share_out
+from tfpar.process.cores import listed, share_out
 from tfpar.process.heap import huge_pages
 
 from absl import app
@@ -28,8 +27,7 @@ def tensorflow_environ(network: Network, host: int) -> dict[str, str]:
     addresses = tuple(f"{network.address(other)}:{PORT}" for other in range(len(network.namespaces)))
     config = tf_config_json(ClusterInfo("local", {"worker": addresses}, "worker", host))
     own = {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
-    cores = {WORKER_CORES: json.dumps(own_cores(network))}
-    return {**own, **cores, **huge_pages(os.environ)}  # as the launcher does
+    return {**own, **listed(own_cores(network)), **huge_pages(os.environ)}  # as the launcher does
 
 
 def own_cores(network: Network) -> list[list[int]]:

@@ -37,7 +37,7 @@ from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.parallel.planner.machine import parse_link
 from tfpar.parallel.planner.plan import Prediction
-from tfpar.process.cores import WORKER_CORES, cores, share_out
+from tfpar.process.cores import cores, listed, share_out
 from tfpar.training.planning.machines import between_cpus
 from tfpar.training.planning.offline import plan_offline
 
@@ -167,7 +167,7 @@ def predicted(options: dict[str, Any], workers: int, link: str) -> list[Predicti
     """The plans that fit, the best first, for workers with as many threads as they will have."""
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(max(1, cores() // workers))
     if own := share_out(workers):
-        os.environ[WORKER_CORES] = json.dumps(own)
+        os.environ.update(listed(own))
         os.sched_setaffinity(0, own[0])
     config = tfpar.ExperimentConfig.from_flat_dict(options)
     between = between_cpus("gloo", parse_link(link, "--cases", _LATENCY_S) if link else None)

@@ -110,7 +110,10 @@ def test_workers_know_the_cores_of_all(machine, monkeypatch):
     assert (cores(), cores_of_host(), cores_of_others()) == (2, 7, [[0, 1], [4, 5, 6]])
 
 
-def test_the_place_of_a_core_of_this_machine_is_known():
-    if not pathlib.Path("/sys/devices/system/cpu/cpu0/topology/core_id").exists():
-        pytest.skip("this system does not say")
-    assert len(cores_module._place(0)) == 4
+def test_the_place_of_a_core_is_its_socket_die_and_core_if_the_system_says(tmp_path):
+    for name, number in (("physical_package_id", 1), ("die_id", 0), ("core_id", 5)):
+        path = tmp_path / "cpu7" / "topology" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{number}\n")
+    assert cores_module._place(7, tmp_path) == (1, 0, 5, 7)
+    assert cores_module._place(8, tmp_path) == (8,)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
 from tfpar.launch.parser import Parser, check_numbers, script_problem
 from tfpar.launch.supervisor import Command, Process, Supervisor
-from tfpar.process.cores import WORKER_CORES, cores, share_out
+from tfpar.process.cores import cores, listed, share_out
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
 from tfpar.process.heap import huge_pages
 from tfpar.process.writable import unwritable
@@ -277,8 +276,7 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
     threads = max(1, cores() // sum(options.jobs.values()))
     # Where there are parameter servers, not all processes compute at the same time.
     own_cores = [] if options.ps or options.share_cores else share_out(options.workers)
-    listed = {WORKER_CORES: json.dumps(own_cores)}
-    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, **huge_pages(environ), **listed}
+    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, **huge_pages(environ), **listed(own_cores)}
     made = []
     for job, tasks in addresses.items():
         for index in range(len(tasks)):

@@ -193,7 +193,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     if topology.replica_workers > 1:
         # By default there is one thread per core (TensorFlow 2.21). A message over TensorFlow's transport occupies one
         # until it is received. Over Gloo it does not, but a single thread may begin the next pass before it sends, and
-        # with a model axis it takes a tenth more time. More threads are slower: 16 on one core take 14 % more of it
+        # with a model axis it takes a seventh more time. More threads are slower: 16 on one core take 14 % more of it
         # than one does.
         programs = min(topology.model_devices, topology.local_devices)
         holds = topology.pipeline_spans_workers and not _expects_gloo(topology)

@@ -31,6 +31,11 @@ def cores_of_others() -> list[list[int]]:
     return [each for each in _worker_cores() if not os.sched_getaffinity(0).issuperset(each)]
 
 
+def listed(shares: list[list[int]]) -> dict[str, str]:
+    """Returns the variable that tells workers of the cores that `share_out` gave them."""
+    return {WORKER_CORES: json.dumps(shares)}
+
+
 def _worker_cores() -> list[list[int]]:
     found: list[list[int]] = json.loads(os.environ.get(WORKER_CORES) or "[]")
     return found
@@ -52,10 +57,14 @@ def share_out(processes: int) -> list[list[int]]:
     return [usable[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def _place(number: int) -> tuple[int, ...]:
-    """Returns a key that puts the hardware threads of one core, and the cores of one socket, next to each other."""
-    topology = pathlib.Path(f"/sys/devices/system/cpu/cpu{number}/topology")
-    place = []
+def _place(number: int, root: pathlib.Path = pathlib.Path("/sys/devices/system/cpu")) -> tuple[int, ...]:
+    """Returns a key that puts the hardware threads of one core, and the cores of one socket, next to each other.
+
+    Args:
+      number: Number of the core, as of `os.sched_getaffinity`.
+      root: Where the system describes cores.
+    """
+    topology, place = root / f"cpu{number}" / "topology", []
     with contextlib.suppress(OSError, ValueError):
         place = [int((topology / name).read_text()) for name in ("physical_package_id", "die_id", "core_id")]
     return (*place, number)
