@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import tfpar
-from tfpar import inputs, precision
+from tfpar import inputs, models, precision
 
+import keras
 import tensorflow as tf
 
 
@@ -90,6 +91,26 @@ def median_step_seconds(trainer: tfpar.Trainer, source: inputs.Source, steps_per
     trainer.fit(source, hooks=[tfpar.Hook(steps_per_call, lambda state: ends.append(time.perf_counter()))])
     calls = itertools.pairwise(ends[SETTLED - 1 :])
     return statistics.median(end - begin for begin, end in calls) / steps_per_call
+
+
+def step_seconds(options: Mapping[str, Any], steps_per_call: int = 1) -> float:
+    """Trains a model of tfpar's in this process, which may be one of several workers; the median seconds of a step.
+
+    Args:
+      options: Options of the run by flag name, among them `steps`.
+      steps_per_call: As of `median_step_seconds`.
+    """
+    flat = {**options, "steps_per_loop": steps_per_call, "verbose": 0}
+    config = tfpar.ExperimentConfig.from_flat_dict(flat)
+    source, _ = inputs.build_splits(config.input, 0)
+    runtime = tfpar.initialize(config, source)
+    trainer = tfpar.Trainer(
+        lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        config=config,
+        runtime=runtime,
+    )
+    return median_step_seconds(trainer, source, steps_per_call)
 
 
 def take_turns(

@@ -17,9 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
-import tfpar
-from experiments.benchmarks.loops import SETTLED, median_step_seconds
-from tfpar import inputs, models
+from experiments.benchmarks.loops import SETTLED, step_seconds
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.process.cores import cores
@@ -49,19 +47,8 @@ _STEPS = 4  # of a call
 
 def measure(options: dict[str, Any]) -> float:
     """Trains in this process, one of the workers; returns the median milliseconds of a step."""
-    import keras
-
-    length = {"steps": (SETTLED + CALLS.value) * _STEPS, "steps_per_loop": _STEPS, "verbose": 0}
-    config = tfpar.ExperimentConfig.from_flat_dict({"devices": 1, **options, **length})
-    source, _ = inputs.build_splits(config.input, 0)
-    runtime = tfpar.initialize(config, source)
-    trainer = tfpar.Trainer(
-        lambda: models.build(config.model.model, tfpar.task_spec(source), **config.model.arguments()),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        config=config,
-        runtime=runtime,
-    )
-    return 1e3 * median_step_seconds(trainer, source, _STEPS)
+    steps = (SETTLED + CALLS.value) * _STEPS
+    return 1e3 * step_seconds({"devices": 1, **options, "steps": steps}, _STEPS)
 
 
 def run(options: dict[str, Any], workers: int, *launcher_flags: str) -> float:

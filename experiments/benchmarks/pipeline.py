@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for tfpar, when started as a script
 
@@ -25,8 +24,7 @@ if any(argument.startswith("--child") for argument in sys.argv):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 import tfpar
-from experiments.benchmarks.loops import SETTLED, median_step_seconds
-from tfpar import inputs, models
+from experiments.benchmarks.loops import SETTLED, step_seconds
 from tfpar.config import flags
 from tfpar.doctor import describe_machine
 from tfpar.process.cores import cores
@@ -52,33 +50,18 @@ TURNS = absl_flags.DEFINE_integer("turns", 3, "Runs of each side.", lower_bound=
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
 
 
-def step_seconds(options: dict[str, Any]) -> float:
-    """Trains in this process, one of the workers; returns the median seconds of a step."""
-    import keras
-
-    config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": STEPS.value, "verbose": 0})
-    source, _ = inputs.build_splits(config.input, 0)
-    runtime = tfpar.initialize(config, source)
-    trainer = tfpar.Trainer(
-        lambda: models.build(MODEL.value, tfpar.task_spec(source), **json.loads(MODEL_ARGS.value)),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        config=config,
-        runtime=runtime,
-    )
-    return median_step_seconds(trainer, source)
-
-
 def on_workers(workers: int) -> float:
     """`step_seconds` of a pipeline with so many stages, or of a single worker: of the slowest one."""
     options = {
         "dataset": DATASET.value,
         "model": MODEL.value,
+        "model_args": ",".join(f"{name}={value}" for name, value in json.loads(MODEL_ARGS.value).items()),
+        "steps": STEPS.value,
         "global_batch_size": BATCH.value,
         "sequence_length": LENGTH.value,
         "accumulate_steps": MICRO_BATCHES.value,
         "devices": 1,
         "jit_compile": JIT.value,
-        "steps_per_loop": 1,
         "transport": TRANSPORT.value if workers > 1 else "auto",
         **(
             {
