@@ -317,7 +317,7 @@ def test_an_error_says_how_its_flags_are_written_in_python():
     with pytest.raises(ConfigError) as caught:
         ExperimentConfig.from_flat_dict({"stop_after": -1})
     assert "--stop_after" in str(caught.value)
-    assert caught.value.__notes__ == ["In Python, options are keyword arguments: tfpar.Trainer(stop_after=...)."]
+    assert caught.value.__notes__ == ["In Python, options are keyword arguments: stop_after=..."]
     assert not hasattr(ConfigError("tfds build NAME --file_format=array_record"), "__notes__")
 
 

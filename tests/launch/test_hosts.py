@@ -100,6 +100,23 @@ def test_the_printed_commands_run(tmp_path, slots):
     assert output.count("replicas=2 sum=3") == 2
 
 
+@pytest.mark.parametrize("given", [{}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1", "TF_NUM_INTRAOP_THREADS": "9"}])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_workers_get_huge_pages_and_their_part_of_the_threads(tmp_path, slots, given):
+    names = ["GLIBC_TUNABLES", "TF_NUM_INTRAOP_THREADS"]
+    script = tmp_path / "shows.py"
+    line = f"' '.join(str(os.environ.get(name)) for name in {names})"
+    script.write_text(f"import os; os.write(1, ({line} + '\\n').encode())")  # at once: other workers write, too
+    environ = {name: value for name, value in os.environ.items() if name not in [*names, "OMP_NUM_THREADS"]}
+    environ |= given | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    (command,) = hosts.commands([[f"127.0.0.1:{2222 + slot}" for slot in range(slots)]], [str(script)])
+    shown = subprocess.run(["sh", "-c", command], env=environ, check=True, capture_output=True, text=True).stdout
+    cores = len(os.sched_getaffinity(0))
+    threads = -(-cores // slots) if slots > 1 else None
+    expected = " ".join(given.values()) or f"glibc.malloc.hugetlb=1 {threads}"
+    assert shown.splitlines() == [expected] * slots
+
+
 @pytest.mark.cluster
 def test_a_host_of_several_workers_reports_a_failure(tmp_path):
     script = tmp_path / "fails.py"

@@ -31,7 +31,7 @@ except RuntimeError as error:
             "ConfigError('--steps=0: no. Name a --workdir, not --steps.')",
             2,
             "error: --steps=0: no. Name a --workdir, not --steps. In Python, options are keyword arguments: "
-            "tfpar.Trainer(steps=..., workdir=...).\n",
+            "steps=..., workdir=...\n",
         ),
         ("KeyboardInterrupt", 130, "interrupted\n"),
         ("SystemExit(3)", 3, ""),

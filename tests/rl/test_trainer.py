@@ -241,6 +241,22 @@ def test_presets_leave_what_a_configuration_says():
     assert with_options(whole, {"seed": 7}).as_flat_dict() == whole.as_flat_dict() | {"seed": 7}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("dataset", "mnist", r"--dataset=mnist has no effect .*: give --env\."),
+        ("global_batch_size", 7, r"--global_batch_size=7 .* --environments, --rollout_steps and --minibatches\."),
+        ("model_args", "units=3", r"--model_args=units=3 .*the function that builds the policy\."),
+    ],
+)
+@pytest.mark.parametrize("whole", [None, ExperimentConfig.from_flat_dict({"rollout_epochs": 2, "steps": 10})])
+def test_options_that_follow_from_others_are_refused(name, value, said, whole):
+    with pytest.raises(ConfigError, match=said):
+        with_options(whole, {"env_steps": 5000, name: value})
+    completed = rl.complete(with_options(whole, {}) if whole else with_options(None, {"env_steps": 5000}))
+    assert with_options(completed, {name: completed.as_flat_dict()[name]}) == completed
+
+
 def test_options_of_a_program_are_no_options_of_others():
     assert "env" not in ExperimentConfig().as_flat_dict()
     config = rl.complete(ExperimentConfig.from_flat_dict({"env": "Catch", "env_steps": 5000}))

@@ -53,7 +53,7 @@ def _keywords(message: str) -> str:
     """How the options that a message names as flags are written in Python; empty if it names none."""
     names = [name for name in dict.fromkeys(_FLAG.findall(message)) if name in OPTION_NAMES]
     arguments = ", ".join(f"{name}=..." for name in names)
-    return f"In Python, options are keyword arguments: tfpar.Trainer({arguments})." if names else ""
+    return f"In Python, options are keyword arguments: {arguments}" if names else ""
 
 
 def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:

@@ -12,6 +12,8 @@ from tfpar.cluster.info import ClusterInfo, tf_config_json
 from tfpar.config import ConfigError
 
 FIRST_PORT = 2222  # as in TensorFlow's own examples
+# What the launcher gives its own workers (`tfpar.process.heap.huge_pages`), unless the host has tunables of its own.
+_HUGE_PAGES = "GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 _LINE = re.compile(r"(?P<host>\[[^\]\s]+\]|[^\s:\[\]]+)(?::(?P<port>\d+))?(?:\s+slots=(?P<slots>\d+))?")
 
 
@@ -65,7 +67,8 @@ def read(path: Path) -> list[list[str]]:
 def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str]:
     """One shell command per host; it ends when all workers there have, with the exit code of one that failed.
 
-    Worker i of a host with several gets GPU i, through CUDA_VISIBLE_DEVICES. Ctrl-C and a closed terminal, and SIGTERM
+    Worker i of a host with several gets GPU i, through CUDA_VISIBLE_DEVICES, and its part of the cores' number as
+    TF_NUM_INTRAOP_THREADS. All get huge pages. Ctrl-C and a closed terminal, and SIGTERM
     to the processes of the command, ask all of them to end, as SIGTERM does.
 
     Args:
@@ -83,7 +86,7 @@ def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str
             lines.append(f"TF_CONFIG={shlex.quote(config)} {gpu}{program}")
             index += 1
         if len(lines) == 1:
-            made += lines
+            made.append(f"{_HUGE_PAGES} {lines[0]}")
         else:
             started = " ".join(f"{line} & w{slot}=$!;" for slot, line in enumerate(lines))
             all_workers = " ".join(f"$w{slot}" for slot in range(len(lines)))
@@ -96,7 +99,10 @@ def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str
             again = f"gone=; kill -0 $w 2>/dev/null || gone=1; {once_more} [ $gone ] && break;"
             one_ended = f"wait $w; own=$?; while [ $own -gt 128 ]; do {again} done; [ $own = 0 ] || code=$own;"
             ended = f"for w in {all_workers}; do {one_ended} done;"
-            made.append(f"( code=0; trap '' HUP; {started} {passed_on} {ended} exit $code )")
+            # TensorFlow would start a thread for every core in each worker. `nproc` counts those of the host.
+            threads = f"$(( ($(nproc) + {len(lines) - 1}) / {len(lines)} ))"
+            shared = f"export {_HUGE_PAGES} TF_NUM_INTRAOP_THREADS=${{TF_NUM_INTRAOP_THREADS:-{threads}}};"
+            made.append(f"( code=0; trap '' HUP; {shared} {started} {passed_on} {ended} exit $code )")
     return made
 
 

@@ -17,7 +17,12 @@ from tfpar.rl.environments import AnyEnvironment, Discrete, HostEnvironment
 from tfpar.training.planning.machines import device_memory
 
 _EVALUATIONS = 10  # evaluations per run if --eval_every is not set
-_FOLLOWING = ("dataset", "global_batch_size")  # options of the input that `complete` sets
+# Options that `complete` sets, and what to do instead of giving them.
+_FOLLOWING = {
+    "dataset": "Examples come from an environment: give --env.",
+    "global_batch_size": "Give --replay_batch (dqn), or --environments, --rollout_steps and --minibatches.",
+    "model_args": "Bind arguments to the function that builds the policy.",
+}
 _COPIES = 2  # of the replay in memory: adding a rollout makes a new one
 
 
@@ -28,7 +33,8 @@ def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) ->
     environment and algorithm.
 
     Raises:
-      ConfigError: An option that does not exist or that the algorithm does not use, or an invalid value.
+      ConfigError: An option that does not exist, that the algorithm does not use or that follows from others, or an
+        invalid value.
     """
     options = dict(options)
     if isinstance(options.get("jit_compile"), bool):
@@ -36,13 +42,26 @@ def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) ->
     if config is not None and config.reinforcement is not None:
         whole = config.as_flat_dict() | options
         check_used(whole, options)
-        return ExperimentConfig.from_flat_dict(whole)
+        merged = ExperimentConfig.from_flat_dict(whole)
+        _check_following(merged, options)
+        return merged
     defaults = ExperimentConfig(reinforcement=ReinforcementConfig()).as_flat_dict()
     changed = {
         name: value for name, value in (config.as_flat_dict() if config else {}).items() if value != defaults[name]
     }
     given = changed | options
-    return ExperimentConfig.from_flat_dict(defaults | given | suited(defaults | given, given))
+    merged = ExperimentConfig.from_flat_dict(defaults | given | suited(defaults | given, given))
+    _check_following(merged, given)
+    return merged
+
+
+def _check_following(config: ExperimentConfig, given: Mapping[str, Any]) -> None:
+    """Refuses options that are given, but that `complete` would replace by something else."""
+    idle = ExperimentConfig().as_flat_dict()
+    following = {"dataset": CUSTOM, "global_batch_size": reinforcement_of(config).batch_size, "model_args": ""}
+    for name, follows in following.items():
+        if name in given and given[name] not in (idle[name], follows):
+            raise ConfigError(f"--{name}={given[name]} has no effect on reinforcement learning. {_FOLLOWING[name]}")
 
 
 def reinforcement_of(config: ExperimentConfig) -> ReinforcementConfig:
