@@ -127,6 +127,18 @@ def test_an_endless_stream_needs_steps():
     assert (result["steps"], result.epoch) == (12, [0])
 
 
+def test_an_evaluation_of_so_many_steps_reads_the_beginning_of_an_endless_stream():
+    whole, endless = dataset().take(1), dataset().repeat()
+    size = len(next(iter(whole))[1])
+    trainer = trainer_on(eval_batch_size=size, eval_steps=1)
+    result = trainer.fit(dataset(), steps=2, validation=endless)
+    found = trainer.evaluate(endless, steps=1)
+    assert found == trainer.evaluate(whole) == result["eval"] | {"examples": size}
+    assert trainer.evaluate(endless, steps=5)["examples"] == 5 * size
+    with pytest.raises(ConfigError, match=r"give --eval_steps \(evaluate\(steps=\.\.\.\)\)"):
+        trainer.evaluate(endless)
+
+
 def test_a_stream_that_ends_early_or_fails_is_named():
     with pytest.raises(tfpar.TrainingError, match="does not have 99 examples"):
         trainer_on().evaluate(inputs.from_dataset(dataset(), examples=99, name="short"))

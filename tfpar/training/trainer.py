@@ -225,8 +225,7 @@ class Trainer:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
-          source: Examples, as for `fit`; no shuffling, no augmentation. Or a dict of several by name: sources, data
-            sets or tuples `(x, y)`.
+          source: Examples, as for `fit`, neither shuffled nor augmented, or a dict of several by name.
           y: Labels, if `source` is arrays.
           sample_weight: Sample weights, if `source` is arrays.
           steps: Batches to use, from the beginning; None or 0: all.
@@ -248,7 +247,7 @@ class Trainer:
     def _evaluate(self, argument: str, callbacks: Callbacks, steps: int | None, *data: Any) -> dict[str, Any]:
         batches = keras_arguments.batches("evaluate", steps)
         callbacks = check_callbacks(callbacks, self.topology, self.config.train.shard)
-        source = keras_arguments.as_full_source(argument, *data, **self._reading)
+        source = keras_arguments.as_full_source(argument, *data, steps=batches, **self._reading)
         self._refresh()
         self.program.bind(source)
         with keras_callbacks.testing(callbacks, self.program) as (calls, tell):
@@ -345,6 +344,7 @@ class Trainer:
             "told": self.config.monitor.verbose > 0,
             "ignore_class": self._ignore_class,
             "on_bad_record": self.config.input.on_bad_record,
+            "batch_size": self.config.eval_batch_size,
         }
 
     def _sources(
@@ -355,7 +355,8 @@ class Trainer:
         if class_weight is not None:
             source = inputs.with_class_weight(source, class_weight)
         if validation is not None:
-            validation = keras_arguments.as_source("fit(validation=...)", validation, **self._reading)
+            steps = self.config.train.eval_steps
+            validation = keras_arguments.as_source("fit(validation=...)", validation, steps=steps, **self._reading)
         validate_data(self.config, self.topology, source, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, source, validation, **built)

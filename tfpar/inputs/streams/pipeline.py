@@ -179,6 +179,7 @@ class StreamPipeline:
             batches = self._position.repeated()
         else:
             position.evaluates(batches)
+            batches = batches.take(self.steps_per_epoch) if self.source.endless else batches
             batches = batches.enumerate().map(no_autograph(self._checked))
         first = 0 if self._own_streams else worker * local
         elements = batches.map(no_autograph(self._split(range(first, first + local))))

@@ -76,11 +76,12 @@ class StreamSource:
         """Returns the batches of the only worker, or of the first one."""
         return self.batches(tf.distribute.InputContext())
 
-    def counted(self, *, told: bool = True) -> StreamSource:
+    def counted(self, *, told: bool = True, read: int = 0) -> StreamSource:
         """Returns the same stream with a known number of examples; if it is unknown, counts them in a pass.
 
         Args:
           told: Whether to log this pass.
+          read: Number of examples that are read of an endless stream, which then counts as one of that many; 0: all.
 
         Raises:
           ConfigError: The stream is endless, or every worker has its own stream.
@@ -88,10 +89,12 @@ class StreamSource:
         """
         if self.examples is not None:
             return self
+        if self.endless and read:
+            return dataclasses.replace(self, examples=read)
         if self.endless:
             raise ConfigError(
                 f"{self.name}: the stream has no end, so there are no epochs in it. Give --steps (fit(steps=...)) for "
-                "training, and take(...) a part of it for evaluation."
+                "training. For evaluation, give --eval_steps (evaluate(steps=...)), or take(...) a part of it."
             )
         if self.sharding == "worker":
             raise ConfigError(

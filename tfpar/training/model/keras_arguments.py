@@ -109,6 +109,8 @@ def as_source(
     told: bool = True,
     ignore_class: int | None = None,
     on_bad_record: str = "fail",
+    batch_size: int = 0,
+    steps: int = 0,
 ) -> inputs.ReadSource:
     """The source for the argument of a method.
 
@@ -122,6 +124,8 @@ def as_source(
       told: Whether to log the counting of examples.
       ignore_class: A label that the loss ignores.
       on_bad_record: `"skip"` to train without examples whose values are not finite, or whose labels are no classes.
+      batch_size: Examples in a batch of an evaluation.
+      steps: Batches of the evaluation that reads it; 0: all, which is an error for a stream without an end.
     """
     if (
         isinstance(data, Mapping)
@@ -136,6 +140,8 @@ def as_source(
     checks = {"ignore_class": ignore_class, "on_bad_record": on_bad_record}
     try:
         source = inputs.as_source(data, y, sample_weight, split=split, **checks)
-        return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source
+        if counts and isinstance(source, inputs.StreamSource):
+            return source.counted(told=told, read=steps * batch_size)
+        return source
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}") from error
