@@ -180,6 +180,7 @@ import os, signal
 import tensorflow as tf
 from tfpar.cluster import failure
 from tfpar.cluster import ClusterInfo
+from tfpar.guards.preemption import PreemptionFlag
 from tfpar.process.exit_codes import PeerLostError, install_sigterm_handler
 
 PREPARE
@@ -191,7 +192,7 @@ def answers(_, rank):
 failure._answers = answers
 failure._LINGER_S = 0
 try:
-    with failure.peer_errors_named(ClusterInfo("test", {"worker": ("a:1", "b:1")}, "worker", 0)):
+    with AROUND failure.peer_errors_named(ClusterInfo("test", {"worker": ("a:1", "b:1")}, "worker", 0)):
         raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: recvmsg")
 except PeerLostError:
     print("caught", flush=True)
@@ -204,15 +205,17 @@ OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True)
 
 
 @pytest.mark.parametrize(
-    ("prepare", "output", "code"),
+    ("prepare", "around", "output", "code"),
     [
-        ("", "caught\n", PEER_LOST),
-        ("install_sigterm_handler()", "caught\n", PEER_LOST),  # as tfpar.validate does
-        (OWN, "caught\nown handler\nwent on\n", 0),
+        ("", "", "caught\n", PEER_LOST),
+        ("install_sigterm_handler()", "", "caught\n", PEER_LOST),  # as tfpar.validate does
+        ("install_sigterm_handler()", "PreemptionFlag(),", "caught\n", PEER_LOST),  # as a run does
+        (OWN, "", "caught\nown handler\nwent on\n", 0),
+        (OWN, "PreemptionFlag(),", "caught\nown handler\nwent on\n", 0),
     ],
 )
-def test_a_program_that_catches_the_loss_can_still_be_ended(prepare, output, code):
-    program = CAUGHT.replace("PREPARE", prepare)
+def test_a_program_that_catches_the_loss_can_still_be_ended(prepare, around, output, code):
+    program = CAUGHT.replace("PREPARE", prepare).replace("AROUND", around)
     done = nursery.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == (output, code), done.stderr
     assert ("error: lost worker 1 (b:1): " in done.stderr) == (code == PEER_LOST)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from tfpar.cluster import heartbeat
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.rendezvous import format_tasks, wait_for_all
-from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_free
+from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_ours
 from tfpar.process.safe_write import shortened
 from tfpar_ops.library import library
 
@@ -208,7 +208,7 @@ def _find_lost_peer(error: tf.errors.OpError, info: ClusterInfo, *, certain: boo
       What to say; None if no worker is the cause.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    free = sigterm_is_free()
+    ours = sigterm_is_ours()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     ranks = find_lost(error, info)
     if not ranks and not certain:
@@ -222,7 +222,7 @@ def _find_lost_peer(error: tf.errors.OpError, info: ClusterInfo, *, certain: boo
         def report_and_exit(*_: object) -> None:
             exit_peer_lost(lost)
 
-        signal.signal(signal.SIGTERM, report_and_exit if free or before is None else before)
+        signal.signal(signal.SIGTERM, report_and_exit if ours or before is None else before)
     return lost
 
 

@@ -16,6 +16,8 @@ from tfpar.process.exit_codes import sigterm_is_free
 class PreemptionFlag:
     """Notes SIGTERM while it is entered, in place of ending the process; a second one ends it at once.
 
+    A handler that was installed meanwhile stays, such as that of a worker that says whom it has lost.
+
     A program that handles SIGTERM itself keeps its handler, and in another thread than the main one nothing can be
     handled: `received` then stays False.
 
@@ -36,9 +38,9 @@ class PreemptionFlag:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
+        if self._before is not None and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+        self._before = None
 
     def hand_on(self) -> None:
         """Leaves a request that came too late to stop this run to the next run of the process, if there is one."""
@@ -49,3 +51,5 @@ class PreemptionFlag:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = True
+
+    _note.of_tfpar = True  # type: ignore[attr-defined]

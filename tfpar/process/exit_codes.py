@@ -122,6 +122,11 @@ def sigterm_is_free() -> bool:
     return in_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _end)
 
 
+def sigterm_is_ours() -> bool:
+    """Whether SIGTERM has no handler of the program's: it is free, or noted by tfpar (attribute `of_tfpar`)."""
+    return sigterm_is_free() or getattr(signal.getsignal(signal.SIGTERM), "of_tfpar", False)
+
+
 def _end(_: int, __: types.FrameType | None) -> None:
     # Written past Python's streams: the signal may have come in the middle of a print.
     os.write(2, b"asked to end (SIGTERM) while not training: there is nothing to save. Start again to go on.\n")

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from tfpar.cluster import failure
 from tfpar.config import ConfigError
 from tfpar.exchange import Traffic
 from tfpar.guards.interruption import ExitOnInterrupt
@@ -164,7 +165,9 @@ class Run:
         self._loop.check_weights()
         announce.record_run_info(info, context.monitor, self._loop.traffic, state.step)
         context.files.restarts.begin(state.step)
-        with context.preemption, context.monitor.session():
+        # Named before SIGTERM ends the process again: a launcher may send it as soon as a worker is lost.
+        named = failure.peer_errors_named(context.program.topology.cluster)
+        with context.preemption, named, context.monitor.session():
             state = self._train(state)
             context.watchdog.progress("the last evaluation or checkpoint", patient=True)
             summary = self._finish(state)
