@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar.config import ConfigError
-from tfpar.inputs import augment
+from tfpar.inputs import augment, from_arrays
 
 import keras
 import numpy as np
@@ -168,3 +168,11 @@ def test_unsuitable_examples_are_refused(text, shape, message):
     with pytest.raises(ConfigError, match=message):
         augment.build(text).build((None, *shape))
     augment.check_augmentation("none", shape)
+
+
+@pytest.mark.parametrize(("text", "scale", "said"), [("brightness:0.2", 1.0, 1), (ALL, 1 / 255, 0), ("flip", 1.0, 0)])
+def test_brightness_that_changes_nothing_is_warned_of(messages, text, scale, said):
+    source = from_arrays(np.full((9, 8, 8, 1), 200, np.uint8), np.zeros(9, int), scale=scale)
+    augment.check_augmentation(text, source.info.input_spec, source)
+    line = "WARNING: --augment=brightness:0.2 adds at most 0.2 to values of up to 200"
+    assert sum(each.startswith(line) for each in messages) == said

@@ -23,7 +23,7 @@ def config(batch: int, **options) -> InputConfig:
 
 def epoch_indices(pipeline: Pipeline, epoch: int = 0) -> list[np.ndarray]:
     first = epoch * pipeline.steps_per_epoch
-    return [pipeline.batch_indices(first + step) for step in range(pipeline.steps_per_epoch)]
+    return [pipeline.indices(first + step, 1)[0] for step in range(pipeline.steps_per_epoch)]
 
 
 def real(batches) -> list[int]:
@@ -109,7 +109,7 @@ def test_the_graph_and_eager_code_compute_the_same_order(
         assert dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         elements = dataset.take(steps * local).as_numpy_iterator()
         for step in range(steps):
-            on_host = pipeline.batch_indices(step)
+            on_host = pipeline.indices(step, 1)[0]
             for r in range(worker * local, (worker + 1) * local):
                 x, y, weight = next(elements)
                 wanted = on_host[:, r]
@@ -151,7 +151,7 @@ def test_resuming_at_a_late_step_costs_nothing():
     pipeline = Pipeline(index_source(10**9), config(64), replicas=1, seed=0)
     x, _, _ = next(pipeline.dataset(start_step=10**9).as_numpy_iterator())
     # Above 2^24, float32 does not represent the index exactly.
-    assert np.array_equal(x[..., 0], pipeline.batch_indices(10**9)[0].astype(np.float32))
+    assert np.array_equal(x[..., 0], pipeline.indices(10**9, 1)[0][0].astype(np.float32))
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -235,7 +235,7 @@ class TestFileShards:
         assert sum(shard.files for shard in shards) == 6
         assert self.pipeline(workers=3).steps_per_epoch == 15
         assert self.pipeline(workers=3, remainder="drop").steps_per_epoch == 12
-        last = self.pipeline(workers=3).batch_indices(14)
+        last = self.pipeline(workers=3).indices(14, 1)[0]
         assert sorted((last >= 0).sum(axis=(0, 2)).tolist()) == [0, 0, 2]
 
     def test_a_batch_may_be_indivisible_by_the_workers(self):
@@ -246,7 +246,7 @@ class TestFileShards:
     @pytest.mark.parametrize(
         ("source", "batch", "remainder", "message"),
         [
-            (index_source(20), 6, "pad", r"--shard_by=file needs a file .* each of 3 workers.* has 0"),
+            (index_source(20), 6, "pad", r"--shard_by=file: index has no files\. Use --shard_by=example"),
             (index_source(20, (20, 0, 0)), 6, "pad", r"each of 3 workers.* has 1.*--shards=3"),
             (index_source(20, (10, 5, 5)), 2, "pad", r"--global_batch_size=2.* number of workers, 3"),
             (index_source(20, (18, 1, 1)), 9, "drop", r"--remainder=drop .* a worker has 1 examples"),
@@ -262,7 +262,7 @@ def test_a_batch_larger_than_the_training_split_takes_all_of_it(replicas):
     pipeline = Pipeline(index_source(62), InputConfig(global_batch_size=128, shuffle=False), replicas=replicas)
     assert (pipeline.steps_per_epoch, pipeline.micro_batch) == (1, -(-62 // replicas))
     assert pipeline.pads == (replicas > 1)
-    found = pipeline.batch_indices(1)
+    found = pipeline.indices(1, 1)[0]
     assert sorted(found[found >= 0]) == list(range(62))
     assert "62 per step" in pipeline.report()
     assert "all examples, which are fewer than --global_batch_size=128" in pipeline.report()
@@ -362,4 +362,4 @@ def test_each_replica_of_a_strategy_gets_its_own_elements():
     for step in range(7):
         per_replica = strategy.experimental_local_results(next(distributed))
         got = [x[..., 0].numpy().astype(int).tolist() for x, _, _ in per_replica]
-        assert got == pipeline.batch_indices(step).transpose(1, 0, 2).tolist()
+        assert got == pipeline.indices(step, 1)[0].transpose(1, 0, 2).tolist()

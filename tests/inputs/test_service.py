@@ -95,7 +95,7 @@ def test_evaluation_reads_each_example_once_with_any_number_of_workers(start, wo
 def test_training_with_several_service_workers_takes_each_step_once(start, monkeypatch):
     monkeypatch.setattr("tfpar.inputs.pipeline._INDICES_PER_CALL", 8)
     pipeline = Pipeline(index_source(2400), config(start(2), prefetch=0), seed=1)
-    steps = {tuple(pipeline.batch_indices(step).ravel().tolist()): step for step in range(300)}
+    steps = {tuple(pipeline.indices(step, 1)[0].ravel().tolist()): step for step in range(300)}
     seen = [steps[tuple(x[..., 0].ravel().astype(int).tolist())] for x, _, _ in elements(pipeline, 60)]
     assert len(set(seen)) == 60
 

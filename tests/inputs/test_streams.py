@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import ENDLESS, StreamPipeline, Weighted, as_source, build_pipeline, from_arrays, from_dataset
+from tfpar.inputs import (
+    ENDLESS,
+    StreamPipeline,
+    Weighted,
+    as_source,
+    build_pipeline,
+    from_arrays,
+    from_dataset,
+    with_class_weight,
+)
 from tfpar.inputs.streams.position import PASSES
 
 import numpy as np
@@ -148,6 +159,24 @@ def test_the_report_says_where_batches_are_regrouped(regroup, own):
     report = build_pipeline(source, config()).report()
     line = f"batches of {own} in the dataset are regrouped; global_batch_size={own} keeps them"
     assert (line in report) is (own == 5)
+
+
+def test_options_that_a_stream_does_not_use_are_reported_or_refused():
+    source = from_dataset(tf.data.Dataset.from_tensor_slices(arrays(20)))
+    used = dataclasses.replace(config(), on_bad_record="skip", input_threads=3)
+    line = "--input_threads=3, --on_bad_record=skip: the stream caches, reads and leaves out examples itself"
+    assert line in build_pipeline(source, used).report()
+    assert "without use" not in build_pipeline(source, config()).report()
+    with pytest.raises(ConfigError, match=r"--shard_by=file: .*sharding=\"worker\""):
+        build_pipeline(source, dataclasses.replace(config(), shard_by="file"))
+
+
+def test_weights_of_classes_count_as_data():
+    source = from_dataset(tf.data.Dataset.from_tensor_slices(arrays(20)))
+    weighted = [with_class_weight(source, {0: 1.0, 1: weight}) for weight in (5.0, 9.0, 5.0)]
+    prints = [each.info.fingerprint for each in (source, *weighted)]
+    assert prints[1] == prints[3]
+    assert len(set(prints)) == 3
 
 
 def shuffled(kind: str) -> tf.data.Dataset:

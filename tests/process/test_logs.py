@@ -8,10 +8,12 @@ import logging
 import os
 import subprocess
 import sys
+import time
 
 from tests.integration.test_multi_worker import ROOT
 from tfpar.monitor.progress import Progress
 from tfpar.process import logs
+from tfpar.process.activity import activity
 
 import pytest
 
@@ -174,6 +176,22 @@ def test_a_level_hides_the_progress_too(capsys, logger, live):
     logger.setLevel(logging.INFO)
     Progress(10, live=live).update(10, {"loss": "0.5"})
     assert capsys.readouterr().out.strip().startswith("step 10/10")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("handlers", ["default", "others"])
+def test_without_the_handlers_of_the_terminal_no_live_line_is_drawn(monkeypatch, logger, handlers):
+    monkeypatch.setattr(sys, "stdout", _Terminal())
+    if handlers == "others":
+        logger.handlers[:] = [logging.NullHandler()]
+    Progress(10).update(10, {"loss": "0.5"})
+    with activity("thinking", shown=True):
+        time.sleep(0.8)  # the first sign comes after half a second
+    assert [word in sys.stdout.getvalue() for word in ("step", "thinking")] == 2 * [handlers == "default"]
 
 
 def test_another_line_stays_attached_when_an_older_one_ends(monkeypatch):

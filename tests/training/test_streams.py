@@ -135,8 +135,26 @@ def test_an_evaluation_of_so_many_steps_reads_the_beginning_of_an_endless_stream
     found = trainer.evaluate(endless, steps=1)
     assert found == trainer.evaluate(whole) == result["eval"] | {"examples": size}
     assert trainer.evaluate(endless, steps=5)["examples"] == 5 * size
-    with pytest.raises(ConfigError, match=r"give --eval_steps \(evaluate\(steps=\.\.\.\)\)"):
+    declared = inputs.from_dataset(endless, examples=size - 2)
+    assert trainer.evaluate(declared) == trainer.evaluate(dataset(size - 2).take(1))
+    with pytest.raises(ConfigError, match=r"evaluate with --eval_steps \(evaluate\(steps=\.\.\.\)\)"):
         trainer.evaluate(endless)
+
+
+def test_labels_of_text_are_refused():
+    x, y = arrays()
+    with pytest.raises(ConfigError, match=r"the labels .* are text, which no loss takes.*StringLookup"):
+        trainer_on().fit(tf.data.Dataset.from_tensor_slices((x, y.astype(str))).batch(5), epochs=1)
+
+
+def test_labels_that_are_no_classes_are_left_out():
+    x, y = (each.copy() for each in arrays())
+    y[3], y[8] = -1, CLASSES
+    source = inputs.from_arrays(x, y, num_classes=CLASSES, on_bad_record="skip")
+    trainer = trainer_on(on_bad_record="skip")
+    assert trainer.fit(source, epochs=1)["skipped_examples"] == 2
+    y[8] = 0
+    assert trainer.fit(x, y, epochs=1)["skipped_examples"] == 1
 
 
 def test_a_stream_that_ends_early_or_fails_is_named():

@@ -11,23 +11,27 @@ dtype, and use only pads, gathers and comparisons, which XLA compiles on every d
 | `crop:N` | the same, but fills with the image mirrored at its borders: pad by N, crop at random |
 | `flip` | mirrors left and right with probability 1/2 |
 | `cutout:N` | sets a square of N x N pixels at a random position to zero (DeVries and Taylor 2017) |
-| `brightness:D` | adds a number from [-D, D] |
+| `brightness:D` | adds a number from [-D, D], for images whose values lie in [0, 1] or around 0 |
 | `contrast:D` | multiplies the distance from the image's mean by a number from [1 - D, 1 + D] |
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs import permutation
+from tfpar.inputs.source import Source
 from tfpar.inputs.structures import Structure
 
 import keras
 import tensorflow as tf
 
 _PACKAGE = "tfpar"
+_LOOKED_AT, _LARGEST = 8, 16.0  # images, and their largest value that brightness of at most 1 still changes
+_log = logging.getLogger(__name__)
 
 
 class _RandomImageLayer(keras.layers.Layer):
@@ -185,13 +189,15 @@ def build(text: str, seed: int = 0, given: keras.layers.Layer | None = None) -> 
     return keras.Sequential(layers, name="augment")
 
 
-def check_augmentation(text: str, input_spec: Structure | None = None) -> None:
-    """Raises the errors of `build` without creating a layer or using TensorFlow.
+def check_augmentation(text: str, input_spec: Structure | None = None, source: Any = None) -> None:
+    """Raises the errors of `build` without creating a layer, or using TensorFlow if no source is given.
 
     Args:
       text: The value of `--augment`.
       input_spec: The spec of one example's inputs (`SourceInfo.input_spec`), or the shape of a single one; if not
         None, the augmentation must suit it.
+      source: The source of the examples. If it keeps them in memory, brightness that is too small for their values is
+        warned of.
 
     Raises:
       ConfigError: As for `build`; or the examples are not images, are several, or are too small for the amount.
@@ -208,6 +214,22 @@ def check_augmentation(text: str, input_spec: Structure | None = None) -> None:
                 f"--augment={name} changes one image per example, but the examples have several inputs. Leave out "
                 "--augment, and put augmentation layers into the model."
             )
+        if name == "brightness" and isinstance(source, Source) and source.info.storage == "memory":
+            _warn_of_range(amount, source)
+
+
+def _warn_of_range(amount: float, source: Source) -> None:
+    """Warns where brightness can hardly be seen: in images of 0 to 255, it adds at most 1."""
+    images, _ = source.fetch(tf.range(min(source.info.num_examples, _LOOKED_AT), dtype=tf.int64))
+    largest = float(tf.reduce_max(tf.abs(images), axis=None)) if tf.size(images) else 0.0
+    if largest > _LARGEST:
+        _log.warning(
+            "--augment=brightness:%g adds at most %g to values of up to %g, which changes next to nothing. Scale the "
+            "images to [0, 1]: tfpar.inputs.from_arrays(..., scale=1/255).",
+            amount,
+            amount,
+            largest,
+        )
 
 
 def _check_shape(name: str, amount: float, shape: Sequence[int | None]) -> None:

@@ -140,6 +140,8 @@ def check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> 
 
 def _check_files(source: Source, config: InputConfig, workers: int) -> None:
     info = source.info
+    if not info.files:
+        raise ConfigError(f"--shard_by=file: {info.name} has no files. Use --shard_by=example.")
     filled = sum(1 for records in info.records_per_file if records)
     if filled < workers:
         raise ConfigError(

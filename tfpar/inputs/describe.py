@@ -12,6 +12,7 @@ import tensorflow as tf
 
 _LISTED_WORKERS = 16
 _LISTED_INPUTS = 6
+_OF_INDICES = ("cache", "input_threads", "on_bad_record")  # options of sources whose examples have numbers
 
 
 def describe(
@@ -98,9 +99,15 @@ def describe_stream(
         "epoch": epoch,
         "order": "as the stream gives them" + ("; only its own shuffle applies" if training else ""),
     }
+    if unused := [f"--{name}={getattr(config, name)}" for name in _OF_INDICES if training and _is_set(config, name)]:
+        lines["without use"] = f"{', '.join(unused)}: the stream caches, reads and leaves out examples itself"
     width = max(map(len, lines))
     body = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
     return f"input {info.name}, {info.split} split\n{body}"
+
+
+def _is_set(config: InputConfig, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(InputConfig(), name))
 
 
 def _examples(info: SourceInfo) -> str:

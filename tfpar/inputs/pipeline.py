@@ -146,17 +146,6 @@ class Pipeline:
         del saved, same_workers
         return ""
 
-    def batch_indices(self, step: int) -> np.ndarray:
-        """Returns the examples of one step, computed eagerly.
-
-        Args:
-          step: Number of the step, counted across epochs.
-
-        Returns:
-          int64 [A, R, m], -1 for padding.
-        """
-        return self.indices(step, 1)[0]
-
     def indices(self, first: int, count: int, worker: int | None = None) -> np.ndarray:
         """Returns the examples of some steps, computed eagerly.
 

@@ -50,7 +50,8 @@ class Progress:
         self._total = total_steps
         self._logs_lines = stream is None
         self.stream = stream if stream is not None else sys.stdout
-        self._live = self.stream.isatty() if live is None else live
+        drawn = not self._logs_lines or logs.on_terminal()
+        self._live = self.stream.isatty() and drawn if live is None else live
         self._interval = _REDRAW_SECONDS if self._live else interval
         self._clock = clock
         self._lock = threading.RLock()

@@ -44,7 +44,7 @@ def activity(
       shown: Whether to show anything. By default, whether `TF_CONFIG` names no other process than this as the first.
       in_logs: Whether to show it where standard output is no TTY, too.
     """
-    live = sys.stdout is not None and sys.stdout.isatty()
+    live = sys.stdout is not None and sys.stdout.isatty() and logs.on_terminal()
     shown = _is_first_process() if shown is None else shown
     if not shown or not (live or in_logs) or not _log.isEnabledFor(logging.INFO):
         yield

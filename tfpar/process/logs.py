@@ -110,6 +110,11 @@ def live_line() -> LiveLine | None:
     return _live_line
 
 
+def on_terminal() -> bool:
+    """Whether messages are shown on standard output, so that a live line may be drawn there."""
+    return _LOGGER.isEnabledFor(logging.INFO) and any(isinstance(each, ConsoleHandler) for each in _LOGGER.handlers)
+
+
 def install() -> None:
     """Gives the logger `tfpar` a level and the default handlers, where the user has set none."""
     logging.addLevelName(NOTE, "NOTE")

@@ -209,7 +209,7 @@ class Trainer:
     def _build_augmentation(self, train: inputs.AnySource) -> None:
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
-            inputs.check_augmentation(self.config.input.augment, train.info.input_spec)
+            inputs.check_augmentation(self.config.input.augment, train.info.input_spec, train)
             augmentation.build((None, *train.info.input_spec.shape))
 
     def evaluate(

@@ -368,8 +368,8 @@ def _check_labels_within_outputs(
         if count is not None and info.label_spec.dtype.is_integer and info.num_classes > count:
             raise ConfigError(
                 f"{info.name}: the {info.split} labels lie in [0, {info.num_classes}), but the model "
-                f"{model.name!r} has {count} outputs. Build it with {info.num_classes} outputs, or correct "
-                "num_classes of the data."
+                f"{model.name!r} has {count} outputs. Build it with {info.num_classes} outputs, or correct num_classes "
+                "of the data: --on_bad_record=skip then leaves other labels out."
             )
         low, high = info.label_range or (0, 0)
         if low < 0 or (count is not None and high >= count):

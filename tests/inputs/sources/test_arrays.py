@@ -120,6 +120,7 @@ def test_lists_are_accepted():
         ),
         ([np.zeros((3, 2)), np.zeros((4, 2))], np.zeros(3), {}, r"3 inputs '0' and 4 inputs '1' and 3 labels"),
         ({"a": np.zeros(3), "b": np.zeros(3, complex)}, None, {}, "the inputs have dtype complex128"),
+        (np.zeros(3, "timedelta64[s]"), None, {}, r"the inputs have dtype timedelta64\[s\], but must be"),
         ({}, None, {}, "the inputs are {}, without an array"),
         ([[1.0, 2.0], [3.0]], [0, 1], {}, r"the inputs are no array \(.*\)\. All examples need the same shape"),
         (np.zeros(3), None, {"sample_weight": np.ones(3)}, "sample_weight needs labels"),
@@ -138,6 +139,14 @@ def test_lists_are_accepted():
 def test_unsuitable_arrays_are_refused(x, y, options, message):
     with pytest.raises(ConfigError, match=message):
         inputs.from_arrays(x, y, **options)
+
+
+@pytest.mark.parametrize("weights", [None, np.ones(4)])
+def test_labels_that_are_left_out_do_not_count(weights):
+    labels = np.array([0, -1, 2, 7])
+    options = {"sample_weight": weights, "on_bad_record": "skip"}
+    assert inputs.from_arrays(np.zeros((4, 2)), labels, num_classes=3, **options).info.label_range == (0, 2)
+    assert inputs.from_arrays(np.zeros((4, 2)), labels, **options).info.label_range == (0, 7)
 
 
 def test_empty_arrays_are_refused_by_the_pipeline():

@@ -39,7 +39,7 @@ def test_items_come_in_the_pipelines_order_and_resume_at_any_step(kind):
     for start in (0, 3):
         elements = pipeline.dataset(1, start_step=start).take(steps - start).as_numpy_iterator()
         for step, (x, y, weight) in enumerate(elements, start):
-            expected = pipeline.batch_indices(step)[:, 1]
+            expected = pipeline.indices(step, 1)[0][:, 1]
             np.testing.assert_array_equal(x[..., 0, 0][weight > 0], expected[expected >= 0])
             np.testing.assert_array_equal(y[weight > 0], expected[expected >= 0] % 5)
 

@@ -92,8 +92,12 @@ def _source_of(info: SourceInfo, x: Structure, y: Structure, scale: Structure, *
     flat = tf.nest.flatten((x, y))
     source = Source(info=info, read=read, scale=scale, kept_bytes=sum(map(_bytes, flat)), skip=skip)
     mask = check_values(source, x, y)
+    if not mask.all():
+        labels = y.y if isinstance(y, Weighted) else y
+        usable_labels = tf.nest.map_structure(lambda values: values[mask], labels)
+        info = dataclasses.replace(info, label_range=_range(usable_labels, info.ignore_class))
     arrays = LazyTensors(lambda: (*flat, mask))
-    return dataclasses.replace(source, load=arrays.tensors, usable=None if mask.all() else usable)
+    return dataclasses.replace(source, info=info, load=arrays.tensors, usable=None if mask.all() else usable)
 
 
 def _stored_parts(

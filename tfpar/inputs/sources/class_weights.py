@@ -56,8 +56,12 @@ def with_class_weight(source: _AnySource, class_weight: Mapping[int, float]) -> 
             "leave out class_weight."
         )
     tensors = LazyTensors(lambda: [table])
+    text = info.digest + repr(sorted((int(key), float(value)) for key, value in class_weight.items()))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     if isinstance(source, StreamSource):
-        return dataclasses.replace(source, retarget=lambda y: Weighted(y, _weights(y, tensors.tensors()[0])))
+        return dataclasses.replace(
+            source, retarget=lambda y: Weighted(y, _weights(y, tensors.tensors()[0])), digest=digest
+        )
 
     def read(indices: tf.Tensor) -> Batch:
         x, y = source.read(indices)
@@ -65,12 +69,7 @@ def with_class_weight(source: _AnySource, class_weight: Mapping[int, float]) -> 
 
     rank = info.label_spec.shape.rank
     positions = info.label_spec.shape[: max(rank - 1, 0)]
-    text = info.digest + repr(sorted((int(key), float(value)) for key, value in class_weight.items()))
-    weighted_info = dataclasses.replace(
-        info,
-        weight_spec=tf.TensorSpec(positions, table.dtype),
-        digest=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
-    )
+    weighted_info = dataclasses.replace(info, weight_spec=tf.TensorSpec(positions, table.dtype), digest=digest)
     return dataclasses.replace(source, info=weighted_info, read=read)
 
 

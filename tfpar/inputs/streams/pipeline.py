@@ -190,10 +190,14 @@ class StreamPipeline:
         return elements.prefetch(config.prefetch * each) if config.prefetch else elements
 
     def _checked(self, number: tf.Tensor, batch: tuple[Structure, Structure]) -> tuple[Structure, Structure]:
-        """Returns a batch of an evaluation; checks that its size agrees with the number of examples."""
+        """Returns a batch of an evaluation; checks that its size agrees with the number of examples. Of a stream that
+        has no end, the last batch is cut."""
         examples, size = self.source.info.num_examples, self._config.global_batch_size
+        expected = tf.clip_by_value(examples - number * size, 0, size)
+        if self.source.endless:
+            batch = structures.map_arrays(lambda values: values[:expected], batch)
         count = tf.shape(structures.first_leaf(batch), tf.int64)[0]
-        right = tf.equal(count, tf.clip_by_value(examples - number * size, 0, size))
+        right = tf.equal(count, expected)
         check = tf.debugging.Assert(right, [f"{self.source.name} was expected to contain {examples} examples"])
         with tf.control_dependencies([check] if check is not None else []):
             return tf.nest.map_structure(tf.identity, batch)
@@ -291,6 +295,11 @@ class StreamPipeline:
             raise ValueError(f"replicas={replicas} must be a positive multiple of workers={workers}")
         if config.data_service:
             raise ConfigError(f"--data_service: {name} is a tf.data.Dataset. Distribute it in its own pipeline.")
+        if self._training and config.shard_by == "file":
+            raise ConfigError(
+                f"--shard_by=file: {name} is a tf.data.Dataset. Let each worker read files of its own: "
+                'from_dataset(..., sharding="worker").'
+            )
         if self._training:
             checks.check_divides(config, replicas, accumulate_steps)
         elif self.source.info.num_examples == UNKNOWN:

@@ -37,6 +37,7 @@ class StreamSource:
       split: `"train"` or `"validation"`, for reports.
       retarget: Maps the targets of a batch to others; None keeps them.
       first: Returns a digest of the first element, if reading it has no side effects, or None.
+      digest: Digest of what `retarget` does; empty without it.
     """
 
     make: Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -47,6 +48,7 @@ class StreamSource:
     split: str = "train"
     retarget: Callable[[Structure], Structure] | None = None
     first: Callable[[], str] | None = None
+    digest: str = ""
 
     @functools.cached_property
     def info(self) -> SourceInfo:
@@ -64,6 +66,7 @@ class StreamSource:
             num_classes=0,
             weight_spec=one[2],
             storage=STREAM,
+            digest=self.digest,
         )
 
     @functools.cached_property
@@ -93,8 +96,8 @@ class StreamSource:
             return dataclasses.replace(self, examples=read)
         if self.endless:
             raise ConfigError(
-                f"{self.name}: the stream has no end, so there are no epochs in it. Give --steps (fit(steps=...)) for "
-                "training. For evaluation, give --eval_steps (evaluate(steps=...)), or take(...) a part of it."
+                f"{self.name}: the stream has no end, so there are no epochs in it. take(...) a part of it, or train "
+                "with --steps (fit(steps=...)) and evaluate with --eval_steps (evaluate(steps=...))."
             )
         if self.sharding == "worker":
             raise ConfigError(

@@ -124,6 +124,11 @@ def _check_outputs(loss: Any, outputs: Outputs) -> None:
 
 def _tried(losses: Losses, y: Any, outputs: Outputs) -> Losses:
     """Computes each term on made-up examples, which shows its denominator and whether it keeps a value per example."""
+    if any(leaf.dtype == tf.string for leaf in keras.tree.flatten(y)):
+        raise ConfigError(
+            f"the labels {_shapes(y)} are text, which no loss takes. Map them to class numbers, for example with "
+            "keras.layers.StringLookup."
+        )
     labels, values = examples_of(y), examples_of(outputs.structure)
     weight = tf.ones([keras.tree.flatten(outputs.structure)[0].shape[0]])
     own, whole, reading = [], {}, []

@@ -39,8 +39,7 @@ def stored_dtype(values: np.ndarray, what: str, rank: int) -> np.dtype:
     if is_text(values) and what == "inputs":
         return _TEXT
     dtype = values.dtype
-    number = np.issubdtype(dtype, np.number) or dtype.name in ("bool", "bfloat16")
-    if not number or np.iscomplexobj(values):
+    if dtype.kind not in "biuf" and dtype.name != "bfloat16":  # NumPy takes durations (timedelta64) for integers
         allowed = "real numbers or text" if what == "inputs" else "real numbers"
         raise ValueError(
             f"have dtype {dtype}, but must be {allowed}. Convert them, e.g. with np.asarray(..., np.float32); convert "
