@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -186,3 +187,36 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert events[0] == "exports/.000002/model.keras"
     write_json(tmp_path / "task.json", {})
     assert events[-2:] == [".task.json", "replace"]
+
+
+class Unsaved(keras.layers.Layer):
+    """Keras cannot save it: it takes an object, and says nothing about it."""
+
+    def __init__(self, table, **options):
+        super().__init__(**options)
+        self.table = table
+
+    def call(self, x):
+        return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+
+
+@pytest.mark.parametrize("mesh", ["", "pipeline:2"])
+def test_a_model_that_keras_cannot_save_is_trained_and_summarised(tmp_path, messages, mesh):
+    def build() -> keras.Model:
+        tokens, table = keras.Input((4,), dtype="int32"), keras.layers.Embedding(16, 8)
+        return keras.Model(tokens, Unsaved(table)(keras.layers.Dense(8)(table(tokens))))
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {"loss": loss, "steps": 2, "global_batch_size": 8, "mesh": mesh, "workdir": str(tmp_path)}
+    options["jit_compile"] = "false"
+    tokens = np.zeros((16, 4), np.int32)
+    result = tfpar.Trainer(build, **options).fit(tokens, tokens)
+    said = "Keras cannot save this model (Object Unsaved was created by passing non-serializable"
+    assert sum(line.startswith(f"WARNING: {said}") for line in messages) == 1
+    assert [each.partition(":")[0] for each in result["failed_writes"]] == ["model.keras"]
+    assert json.loads((tmp_path / "summary.json").read_text())["failed_writes"] == result["failed_writes"]
+    assert not list(tmp_path.glob("*.keras"))
+    with pytest.raises(tfpar.ConfigError, match="--on_checkpoint_error=fail: Keras cannot save this model"):
+        tfpar.Trainer(build, **options | {"workdir": str(tmp_path / "other")}, on_checkpoint_error="fail").fit(
+            tokens, tokens
+        )

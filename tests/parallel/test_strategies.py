@@ -30,6 +30,7 @@ SERVERS = {"chief": ["127.0.0.1:4000"], **WORKERS, "ps": ["127.0.0.1:4003"]}
     [
         ({}, None, "one_device", 1),
         ({"devices": 3}, None, "mirrored", 3),
+        ({"mesh": "data:3"}, None, "mirrored", 3),
         ({}, WORKERS, "multi_worker", 2),
         ({"devices": 2}, WORKERS, "multi_worker", 4),
         ({}, SERVERS, "parameter_server", 2),

@@ -20,6 +20,7 @@ from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import shape_of, split_of, whole_blocks
 from tfpar.process.memory import return_freed_memory
+from tfpar.process.safe_write import shortened
 
 import keras
 import numpy as np
@@ -42,7 +43,8 @@ def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], pat
       path: The file; None on workers that only take part.
 
     Raises:
-      OSError: The file could not be written. All weights have been read then.
+      OSError: The file could not be written. All weights have been read then, as after any error but those of
+        TensorFlow, such as the loss of another worker.
     """
     exported = {id(weight): own for weight, own in zip(model.trainable_variables, eval_weights, strict=True)}
     pairs = [(variable, exported.get(id(variable), variable)) for variable in model.variables]
@@ -64,9 +66,25 @@ def export_model(model: keras.Model, eval_weights: Sequence[keras.Variable], pat
                 values.enter_context(_Values(reads))
             write = functools.partial(_write_in_folder, saved=values.close)
             _save(model, path, write if divided else keras.Model.save)
-    except OSError:
+    except tf.errors.OpError:
+        raise
+    except Exception:  # of Keras, too, which may not know how to write a layer
         _drain(blocks)  # the other workers send what is left all the same
         raise
+
+
+def why_not_saved(model: keras.Model) -> str:
+    """Returns why Keras cannot save a model, in one line, such as a layer without `get_config`; empty if it can."""
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:
+        return in_one_line(error)
+    return ""
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns the beginning of an error's text, without line breaks."""
+    return shortened(" ".join(str(error).split()))
 
 
 def _drain(blocks: Iterable[Iterable[np.ndarray]]) -> None:
@@ -108,13 +126,6 @@ class _Values(keras.StatelessScope):
 
 def _save(model: keras.Model, path: pathlib.Path, write: Callable[[keras.Model, pathlib.Path], None]) -> None:
     """Saves a model as a `.keras` file with `write`, whole or not at all."""
-    if parts := unloadable_parts(model):
-        _log.warning(
-            "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
-            "with keras.saving.register_keras_serializable() and import them before loading; load a Lambda layer with "
-            "safe_mode=False",
-            *(path, ", ".join(parts)),
-        )
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         write(model, temporary)
@@ -126,6 +137,13 @@ def _save(model: keras.Model, path: pathlib.Path, write: Callable[[keras.Model, 
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # it may be what fills the disk
         raise
+    if parts := unloadable_parts(model):
+        _log.warning(
+            "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
+            "with keras.saving.register_keras_serializable() and import them before loading; load a Lambda layer with "
+            "safe_mode=False",
+            *(path, ", ".join(parts)),
+        )
 
 
 def _write_in_folder(model: keras.Model, path: pathlib.Path, saved: Callable[[], object] = lambda: None) -> None:

@@ -7,6 +7,8 @@ import pathlib
 
 from tfpar import models
 from tfpar.checkpoint import format as checkpoint_format
+from tfpar.checkpoint.export import why_not_saved
+from tfpar.config import ConfigError
 from tfpar.config.sections.outer import AUTO
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples
@@ -70,6 +72,25 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
         if text:
             monitor.message(text)
     warn_of_counted_padding(info, monitor)
+
+
+def check_saving(info: RunInfo, monitor: Monitor) -> None:
+    """Says before the first step if Keras will not be able to write `model.keras`; all workers call it.
+
+    Raises:
+      ConfigError: It will not be, and `--on_checkpoint_error` is `fail`.
+    """
+    options = info.config.checkpoint
+    reason = why_not_saved(info.model) if options.workdir else ""
+    if not reason:
+        return
+    text = f"Keras cannot save this model ({reason}), so that there will be no model.keras"
+    if options.on_checkpoint_error == "fail":
+        raise ConfigError(
+            f"--on_checkpoint_error=fail: {text}. Give the layer a get_config(), or use --on_checkpoint_error=warn."
+        )
+    if info.topology.is_chief:
+        monitor.message(f"{text}. Checkpoints are written. Give the layer a get_config().", logging.WARNING)
 
 
 def _compiled_text(info: RunInfo) -> str:

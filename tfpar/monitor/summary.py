@@ -17,7 +17,7 @@ from typing import Any
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
-from tfpar.checkpoint.export import export_model
+from tfpar.checkpoint.export import export_model, in_one_line
 from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
@@ -157,13 +157,16 @@ def write(
 
 
 def _try_write(name: str, write: Callable[[], None]) -> list[str]:
-    """Writes; returns one line that describes the disk's error, if there was one."""
+    """Writes; returns one line that describes the error of the disk, or of a model that Keras cannot save, if there
+    was one."""
     try:
         write()
     except Exception as error:
-        if not _is_disk_error(error):
+        if _is_disk_error(error):
+            return [f"{name}: {error}"]
+        if name != MODEL or isinstance(error, tf.errors.OpError):
             raise
-        return [f"{name}: {error}"]
+        return [f"{name}: {in_one_line(error)}"]
     return []
 
 

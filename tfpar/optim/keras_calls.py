@@ -245,3 +245,8 @@ def copy_vocabulary(layer: keras.layers.Layer, other: keras.layers.Layer) -> Non
 
 def _vocabulary(layer: Any) -> list[Any]:
     return [*layer.get_vocabulary()]
+
+
+def remove_mask(tensor: Any) -> None:
+    """Removes the mask of a tensor, as Keras' attention removes those of its arguments."""
+    tensor._keras_mask = None

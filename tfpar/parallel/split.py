@@ -63,8 +63,8 @@ def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
     return vars(variable).get(_PEERS)
 
 
-def mark(variable: keras.Variable, split: Split | Shards, peers: ReplicaPeers | None = None) -> None:
-    """Records that the copies of a mirrored variable, here or on several workers, are parts of a whole."""
+def mark(variable: keras.Variable, split: Split | Shards | None, peers: ReplicaPeers | None = None) -> None:
+    """Records that the copies of a mirrored variable, here or on several workers, are parts of a whole; or not."""
     vars(variable)[_ATTRIBUTE] = split
     vars(variable)[_PEERS] = peers
 

@@ -14,7 +14,7 @@ from tfpar.cluster.info import ClusterInfo
 from tfpar.collectives import gloo_mesh
 from tfpar.collectives.tensorflow import count_gpus, has_nccl
 from tfpar.config import ConfigError, StrategyConfig
-from tfpar.parallel.mesh import AUTO, Mesh, devices_of_replica, devices_of_worker, parse_mesh
+from tfpar.parallel.mesh import AUTO, Mesh, devices_of_worker, parse_mesh
 
 import tensorflow as tf
 
@@ -259,7 +259,7 @@ def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, s
         name = "parameter_server" if cluster.num_ps else "multi_worker"
         return name, f"auto: {cluster.source} describes a cluster"
     gpus = count_gpus()
-    devices = config.devices or gpus or devices_of_replica(config.mesh)
+    devices = config.devices or gpus or devices_of_worker(config.mesh, 1)
     if devices > 1:
         return "mirrored", f"auto: {devices} devices on this machine"
     return "one_device", "auto: no TPU, no cluster, " + ("one GPU" if gpus else "no GPU")

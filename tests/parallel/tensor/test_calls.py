@@ -116,3 +116,21 @@ def test_masks_of_heads(attention, heads, more):
     mask = (generator.random((EXAMPLES, heads, LENGTH, LENGTH)) < 0.6) | np.eye(LENGTH, dtype=bool)
     queries = generator.normal(size=(EXAMPLES, *more, LENGTH, 32)).astype(np.float32)
     assert_as_alone(lambda: masked(attention, heads, *more), [queries, mask], "query/kernel")
+
+
+@pytest.mark.parametrize("reads", ["itself", "tokens"])
+def test_masks_that_attention_takes_off_its_arguments(reads):
+    """Keras' attention removes them: what reads the same tensors afterwards, and the loss, have no mask."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        given = x = layers.Embedding(TOKENS, 16, mask_zero=True, name="table")(tokens)
+        for number in range(2):
+            read = x if reads == "itself" else given
+            x = layers.Add()([x, layers.MultiHeadAttention(HEADS, 8, name=f"attention{number}")(x, read)])
+            x = layers.LayerNormalization()(x)
+        return keras.Model(tokens, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+    tokens = some_tokens()
+    tokens[:, 4:] = 0
+    assert_as_alone(build, tokens, "query/kernel")

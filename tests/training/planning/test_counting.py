@@ -99,6 +99,24 @@ def test_a_model_with_a_call_of_its_own_is_not_cut():
         count_model(model, [])
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_layers_whose_parts_are_padded_are_counted(size):
+    tokens = keras.Input((4,), dtype="int32")
+    x = keras.layers.Dense(256, "relu")(keras.layers.Flatten()(keras.layers.Embedding(64, 16)(tokens)))
+    costs = count_model(keras.Model(tokens, keras.layers.Dense(7)(x)), [size])
+    assert costs.undivided == {}
+    assert any(weight.divided for layer in costs.layers[size] for weight in layer.weights)
+
+
+def test_the_reason_is_what_keras_says_below_its_head_line(monkeypatch):
+    def fails(*_: object) -> None:
+        raise ValueError("Exception encountered when calling Functional.call().\n\n\x1b[1mno such axis\x1b[0m\n\nmore")
+
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(256), keras.layers.Dense(64)])
+    monkeypatch.setattr("tfpar.training.planning.counting.divide_calls", fails)
+    assert count_model(model, [2]).undivided[2].endswith("is divided in this way (no such axis).")
+
+
 def test_what_cannot_be_divided_is_named():
     small = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     assert "no layer that can be divided over 2 devices" in count_model(small, [2]).undivided[2]

@@ -180,12 +180,15 @@ def _positions(
 
 def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(plain).bind(*args, **kwargs)
-    entered: dict[int, Any] = {}
+    entered: dict[int, tuple[Any, Any]] = {}
 
     def enter(given: Any) -> Any:
-        if given is not None and id(given) not in entered:  # self-attention: one sum in the backward pass
-            entered[id(given)] = keras_internals.set_mask(place.enter(given), keras_internals.mask_of(given))
-        return entered.get(id(given))
+        if given is None:
+            return None
+        if id(given) not in entered:  # self-attention: one sum in the backward pass
+            copied = keras_internals.set_mask(place.enter(given), keras_internals.mask_of(given))
+            entered[id(given)] = given, copied
+        return entered[id(given)][1]
 
     for name in ATTENDED:
         if name in bound.arguments:  # with cross-attention, T5Gemma's `inputs` are two tensors
@@ -194,6 +197,9 @@ def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kw
         bound.arguments[MASK] = mask_of_own_heads(layer, bound.arguments[MASK], place.rank, place.size)
     with with_own_heads(layer, place.size):
         outputs = plain(*bound.args, **bound.kwargs)
+    for given, copied in entered.values():
+        if keras_internals.mask_of(copied) is None:  # Keras' attention removes the masks of its arguments
+            keras_calls.remove_mask(given)
     return _with_all_scores(place, layer, *outputs) if bound.arguments.get("return_attention_scores") else outputs
 
 

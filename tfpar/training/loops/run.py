@@ -152,6 +152,7 @@ class Run:
         self._loop.check()
         self._check_hooks()
         announce.announce(info, context.monitor, self._loop.traffic)
+        announce.check_saving(info, context.monitor)
         state = context.files.resume_or_warm_start(info.total, context.agreement)
         if state.finished:
             previous = results.previous_summary(info.config.checkpoint.workdir, state.step)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from tfpar.optim.keras_draws import drawing
 from tfpar.parallel.division import Split
 from tfpar.parallel.model_axis import Place, at_place
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.parallel.split import mark
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.divided_logits import kept_divided
@@ -61,9 +63,11 @@ def count_model(
             except ConfigError as error:
                 undivided[size] = str(error)
             except ValueError as error:  # a custom layer whose parts do not fit together
-                first = next(iter(str(error).strip().splitlines()), "")
+                # Without Keras' head line and colours.
+                reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error)).strip()
                 undivided[size] = (
-                    f"--mesh=model:{size}: model {model.name!r} fails when it is divided in this way ({first})."
+                    f"--mesh=model:{size}: model {model.name!r} fails when it is divided in this way "
+                    f"({reason.splitlines()[0] if reason else error})."
                 )
     finally:
         _restore(model)
@@ -99,6 +103,18 @@ def _divided(model: keras.Model, size: int, layout: Mapping[str, Any] | None) ->
         for layer, spec in specs:
             layer.input_spec = spec
         _restore(model)
+
+
+@contextlib.contextmanager
+def _marked(divided: Sequence[tuple[keras.Variable, Split]]) -> Iterator[None]:
+    """In this context variables count as divided, which says how many of their elements are padding."""
+    for variable, split in divided:
+        mark(variable, split)
+    try:
+        yield
+    finally:
+        for variable, _ in divided:
+            mark(variable, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,10 +167,10 @@ class _Counter:
 
     def layers(self, splits: Mapping[int, Split], place: _CountedPlace | None) -> tuple[LayerCost, ...]:
         """The costs of each layer on one device."""
-        shapes = [
-            (each, split.part_shape(each.shape)) for each in self._model.variables if (split := splits.get(id(each)))
-        ]
-        with keras_calls.shapes_of_variables(shapes), at_place(place) if place else contextlib.nullcontext():
+        divided = [(each, split) for each in self._model.variables if (split := splits.get(id(each)))]
+        shapes = [(each, split.part_shape(each.shape)) for each, split in divided]
+        at = at_place(place) if place else contextlib.nullcontext()
+        with keras_calls.shapes_of_variables(shapes), _marked(divided), at:
             traced = _Trace(self._model, self._graph, self._steps, self._length, place)
         names = [step.name for step in self._steps] or [self._model.name]
         variables = [step.variables for step in self._steps] or [self._model.variables]
