@@ -95,6 +95,16 @@ def test_automatic_rules_name_what_stays_whole(caplog):
     assert warning.endswith("A model axis of 3 devices divides them.")
 
 
+def test_layers_that_are_divided_in_another_way_are_not_named(caplog):
+    """No pair because of a regularizer of the activations; each is gathered."""
+    x = keras.Input((64,))
+    hidden = layers.Dense(128, "relu", activity_regularizer="l2", name="first")(x)
+    model = keras.Model(x, layers.Dense(64, name="second")(hidden))
+    assert find_indivisible(model, 2)
+    divide_layers(model, ModelAxis([["/cpu:0"], ["/cpu:1"]], 0, 2), announced=True)
+    assert not [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def test_nothing_is_named_where_all_divides():
     assert not find_indivisible(divided_models.attention(), 2)
     assert not find_indivisible(divided_models.three_heads(), 3)
@@ -103,7 +113,9 @@ def test_nothing_is_named_where_all_divides():
 def test_weights_that_cannot_be_cut_at_all():
     tokens = keras.Input((8, 16))
     x = keras.layers.MultiHeadAttention(4, 4, kernel_constraint="max_norm")(tokens, tokens)
-    with pytest.raises(ConfigError, match=r"has weights that cannot be cut: a constraint.*No size of the model axis"):
+    with pytest.raises(
+        ConfigError, match=r"has weights that cannot be cut in this way: a constraint.*No size of the model axis"
+    ):
         find_layout(keras.Model(tokens, x), 2, {"attention": "heads"})
 
 

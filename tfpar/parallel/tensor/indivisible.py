@@ -72,7 +72,10 @@ class Indivisible:
             return self.obstacle
         wrong = [count for count in self.counts if count.number % self.size]
         if not wrong:
-            return "weights that cannot be cut: a constraint, quantised values, or a function of all outputs"
+            return (
+                "weights that cannot be cut in this way: a constraint, an activity regularizer, quantised values, or a "
+                "function of all outputs"
+            )
         heads = {count.number for count in self.counts if count.noun == "heads"}
         texts: dict[str, list[str]] = {}
         for count in wrong:

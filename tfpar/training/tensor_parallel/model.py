@@ -120,6 +120,8 @@ def _log_undivided(model: keras.Model, indivisible: Sequence[Indivisible], split
     for (reason, fitting), group in by_reason.items():
         weights = {id(weight): weight for each in group for layer in each.layers for weight in layer.trainable_weights}
         kept = sum(math.prod(weight.shape) for key, weight in weights.items() if key not in splits)
+        if not kept:  # they are divided in another way
+            continue
         _log.warning(
             "model axis: %s: %s, so %s of the trainable weights (%.0f%%) stay whole on every device. %s",
             listed([each.path for each in group], _NAMED),
