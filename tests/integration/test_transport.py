@@ -153,6 +153,26 @@ def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
     assert ("so data travels over TensorFlow's runtime" in said) == (obstacle in ("address", "firewall"))
 
 
+@pytest.mark.parametrize("wishes", [("gloo", "gloo:address"), ("gloo:address", "gloo")])
+def test_all_workers_say_which_one_cannot_listen(wishes):
+    """Within the time of a start: none waits for an address that will not come."""
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", *wishes)
+    said = result.stdout + result.stderr
+    worker = wishes.index("gloo:address")
+    told = f"error: --transport=gloo: worker {worker} cannot listen on its own address: cannot listen on 192.0.2.1: "
+    assert all(f"[worker {rank}] {told}" in said for rank in range(2)), said
+    assert said.count("Name an address of that worker's machine in TF_CONFIG, or use --transport=tensorflow.") == 2
+
+
+def test_a_worker_that_ends_before_it_listens_is_lost():
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", "gloo", "gloo:end")
+    said = result.stdout + result.stderr
+    assert result.returncode != 0, said
+    assert re.search(
+        r"lost /job:worker/replica:0/task:1 \(\S+\): no answer during the choice of --transport\.", said
+    ), said
+
+
 def test_a_pipeline_over_workers_must_know_its_transport_before_it_starts():
     result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "data:1,pipeline:2", "auto", "auto:library")
     said = result.stdout + result.stderr

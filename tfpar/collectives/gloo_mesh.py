@@ -41,6 +41,7 @@ _TOKEN_BYTES = 32
 _CONNECT_S = 20.0
 _NOWHERE = "none"  # in place of the address of a worker that cannot listen
 _ASK_S = 1.0
+_PROBE_S = 5.0  # for a worker that others wait for; one that has ended refuses the connection at once
 _GPUS = "GPUs that NCCL cannot connect", "GPUs"
 
 # If a call takes longer than the first share of the peer timeout, its worker probes all others. A worker that does not
@@ -197,7 +198,7 @@ def start(
       The transport that the workers use.
 
     Raises:
-      ConfigError: With `gloo`: the worker's address is not one of this machine. Workers have different values.
+      ConfigError: With `gloo`: the address of a worker is not one of its machine. Workers have different values.
       PeerLostError: With `gloo`: no connection, with the name of the worker. With each: a worker does not answer.
     """
     deadline = time.monotonic() + start_timeout
@@ -209,7 +210,7 @@ def start(
     if choice.transport == "tensorflow":
         return choice
     library = transport_library()
-    mesh, error = _bring_up(library, info, deadline, required=transport == "gloo")
+    mesh, error, all_listen = _bring_up(library, info, deadline)
     if error:
         library.close(mesh)
         if transport == "auto":
@@ -221,6 +222,11 @@ def start(
                     error,
                 )
             return Choice("tensorflow", error)
+        if not all_listen:
+            raise ConfigError(
+                f"--transport=gloo: {error}. Name an address of that worker's machine in {info.source}, or use "
+                "--transport=tensorflow."
+            )
         raise PeerLostError(f"--transport=gloo: the workers could not be connected: {error}.")
     atexit.register(library.close, mesh)
     _Watch(library, mesh, info, peer_timeout).start()
@@ -241,22 +247,21 @@ def _maker(mesh: int) -> MakeGroup:
     return make
 
 
-def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, required: bool) -> tuple[int, str]:
-    """Connects all workers; returns the number of the mesh, and the first error of any worker, or an empty text."""
+def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float) -> tuple[int, str, bool]:
+    """Connects all workers.
+
+    Returns:
+      The number of the mesh; the first error of any worker, or an empty text; and whether all workers listen.
+    """
     rank, store = info.worker_rank, context.context()
     if rank == 0:
         store.set_config_key_value(f"{_PREFIX}/token", secrets.token_hex(_TOKEN_BYTES))
-    token = _ask(f"{_PREFIX}/token", deadline, "worker 0")
+    token = _ask(info, 0, f"{_PREFIX}/token", deadline)
     host = listening_host(info)
     mesh, result = 0, ""
     try:
         mesh = library.listen(rank, _names(info), host, token, _CONNECT_S)
-    except MeshError as error:
-        if required:
-            raise ConfigError(
-                f"--transport=gloo listens on this worker's address in {info.source}, {host}, which is not one of this "
-                f"machine ({error}). Name an address of the machine there, or use --transport=tensorflow."
-            ) from error
+    except MeshError as error:  # published below: the others would wait for the address
         result = f"worker {rank} cannot listen on its own address: {error}"
     store.set_config_key_value(f"{_PREFIX}/address/{rank}", library.address(mesh) or _NOWHERE)
     addresses = _ask_all(info, f"{_PREFIX}/address", deadline)
@@ -271,7 +276,8 @@ def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, 
         )
     store.set_config_key_value(f"{_PREFIX}/result/{rank}", result or "connected")
     results = _ask_all(info, f"{_PREFIX}/result", deadline)
-    return mesh, next((result for result in results if result != "connected"), "")
+    first = next((result for result in results if result != "connected"), "")
+    return mesh, first, _NOWHERE not in addresses
 
 
 def _names(info: ClusterInfo) -> list[str]:
@@ -283,25 +289,32 @@ def _names(info: ClusterInfo) -> list[str]:
 
 
 def _ask_all(info: ClusterInfo, prefix: str, deadline: float) -> list[str]:
-    return [_ask(f"{prefix}/{rank}", deadline, f"worker {rank}") for rank in range(info.num_workers)]
+    return [_ask(info, rank, f"{prefix}/{rank}", deadline) for rank in range(info.num_workers)]
 
 
-def _ask(key: str, deadline: float, who: str) -> str:
+def _ask(info: ClusterInfo, rank: int, key: str, deadline: float) -> str:
     """The value that another worker has set, or sets in time.
 
     Raises:
-      PeerLostError: It does not.
+      PeerLostError: It does not, or has ended.
     """
-    ask = context.context().get_config_key_value
+    ask, misses = context.context().get_config_key_value, 0
     # TensorFlow 2.19 takes no time limit and has a fixed one. The call holds Python's lock, so each call is short.
     limit = (round(1e3 * _ASK_S),) if "timeout_in_ms" in inspect.signature(ask).parameters else ()
     while True:
         try:
             return str(ask(key, *limit))
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError) as error:
+            # TensorFlow's server runs in every worker by now. The coordination service itself does not end this wait.
+            misses = 0 if heartbeat.probe_servers([info.worker_addresses[rank]], _PROBE_S)[0] else misses + 1
+            if misses == _MISSES:
+                raise PeerLostError(
+                    f"{_silent_text([_names(info)[rank]])} during the choice of --transport."
+                ) from error
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"{who} did not take part in the choice of --transport in time (--start_timeout). See its log."
+                    f"worker {rank} did not take part in the choice of --transport in time (--start_timeout). See its "
+                    "log."
                 ) from error
             time.sleep(0.05)
 
