@@ -133,6 +133,21 @@ def test_a_gradient_that_one_worker_no_longer_has_counts_as_zeros(directory):
             assert found["b"].tolist() == [0.25, 0.25]
 
 
+def test_workers_that_cannot_be_connected_say_why(tmp_path):
+    script = tmp_path / "transports.py"
+    script.write_text(
+        "import tfpar\n"
+        "try:\n"
+        "    tfpar.init_cluster(transport=('gloo', 'tensorflow')[tfpar.rank()])\n"
+        "except tfpar.ConfigError as error:\n"
+        "    print('refused:', error, flush=True)\n"
+    )
+    result = launch(2, str(script))
+    said = result.stdout + result.stderr
+    for rank in range(2):
+        assert f"[worker {rank}] refused: --transport: worker 0 has gloo, worker 1 has tensorflow." in said, said
+
+
 def test_data_that_runs_out_ends_the_run_with_a_word(tmp_path):
     """One worker cannot say it to the other, which waits in the exchange: the launcher ends both."""
     script = tmp_path / "short.py"

@@ -50,7 +50,7 @@ def init_cluster(*, transport: str = "auto") -> None:
     topology = choose_topology(StrategyConfig(strategy="multi_worker", devices=1, transport=transport), info)
     try:
         runtime = strategies.build(topology)
-    except ConfigError as error:
+    except strategies.TooLateError as error:
         raise ConfigError(
             "tfpar.init_cluster() must come before TensorFlow runs its first op, and one has run: call it right after "
             "the imports, before any Keras model, layer, optimizer, metric or tf.data set is made."

@@ -36,6 +36,10 @@ _MESSAGE_THREADS = 16
 _FEW_THREADS = 2
 
 
+class TooLateError(ConfigError):
+    """TensorFlow was initialised before its devices and collectives were configured."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
     """A topology and the strategy that runs it.
@@ -74,7 +78,8 @@ def build(topology: Topology) -> Runtime:
       TensorFlow server and never returns: those processes serve until they are ended.
 
     Raises:
-      ConfigError: The TPU cannot be reached, or TensorFlow was initialised too early for the devices.
+      TooLateError: TensorFlow was initialised too early for the devices.
+      ConfigError: The TPU cannot be reached, or the workers' transport cannot be used.
     """
     graph_passes.leave_sums_whole()
     if topology.name == "tpu":
@@ -97,7 +102,7 @@ def build(topology: Topology) -> Runtime:
     except (RuntimeError, ValueError) as error:
         if not _TOO_LATE.search(str(error)):
             raise
-        raise ConfigError(
+        raise TooLateError(
             f"--strategy={topology.name} must be set up before TensorFlow runs its first op, and an op has run "
             f"({error}). Creating a Keras model, optimizer or metric is enough. Give the Trainer names "
             "(optimizer='adamw', metrics=['accuracy']) and a function that builds the model, or call "
