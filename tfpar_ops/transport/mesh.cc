@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -121,6 +122,13 @@ void Mesh::Start(Call call) {
 }
 
 Outcome Mesh::Execute(Call& call) {
+  const Outcome outcome = Attempt(call);
+  // The others wait for this worker's part of the call. A later call with the same key would be taken for it.
+  if (outcome.kind != Outcome::kDone) Abort(outcome.kind, outcome.message);
+  return outcome;
+}
+
+Outcome Mesh::Attempt(Call& call) {
   try {
     if (call.prepare) {
       const Outcome prepared = call.prepare();
@@ -131,6 +139,8 @@ Outcome Mesh::Execute(Call& call) {
     return {};
   } catch (const CallEnded& ended) {
     return ended.outcome;
+  } catch (const std::bad_alloc&) {
+    return {Outcome::kLost, "this worker has no memory for a call"};
   } catch (const std::exception& error) {
     return {Outcome::kLost, WithoutPlace(error.what())};
   }

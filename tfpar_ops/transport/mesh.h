@@ -72,8 +72,8 @@ struct Call {
   AddFunction add = nullptr;
   std::shared_ptr<CodedExchange> coded;
   int64_t turn = 0;  // of the mesh: the order in which exchanges were started
-  // Called before the call begins, in the thread that calls `done` later; an outcome other than kDone ends the call. May be
-  // null.
+  // Called before the call begins, in the thread that calls `done` later; an outcome other than kDone ends the call, and
+  // all later ones. May be null.
   std::function<Outcome()> prepare;
   std::function<void(const Outcome&)> done;  // called once: in another thread, or by Start if there is no thread left
 };
@@ -104,7 +104,7 @@ class Mesh {
   // Number of connections that were dropped because they did not have the token.
   uint64_t dropped() const { return listener_ ? listener_->dropped() : dropped_; }
 
-  // Starts a call. Does not block.
+  // Starts a call. Does not block. A call that fails ends all later ones of this worker: see Abort.
   void Start(Call call);
 
   // Ends all calls, later ones included. The first reason is kept.
@@ -121,6 +121,7 @@ class Mesh {
   void Watch();
   void WakeAll();
   Outcome Execute(Call& call);
+  Outcome Attempt(Call& call);
 
   const int rank_;
   const std::vector<std::string> names_;

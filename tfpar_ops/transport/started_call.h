@@ -51,15 +51,18 @@ inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, Call c
     OP_REQUIRES_ASYNC(ctx, member >= 0 && member < mesh->size() && (call.members[call.place] == mesh->rank()),
                       absl::InvalidArgumentError("members: not this worker's ranks in the mesh"), done);
   }
-  // Cancelling a call leaves the other members in the middle of it: as in TensorFlow's runtime, all later calls fail too.
+  // Cancelling a call leaves the other members in the middle of it, or waiting for it to begin: as in TensorFlow's runtime, all
+  // later calls fail too.
   auto* manager = ctx->cancellation_manager();
   ::tensorflow::CancellationToken token = 0;
   if (manager != nullptr) {
     token = manager->get_cancellation_token();
+    static constexpr char kReason[] = "another operation of this worker failed during a collective call";
     const bool registered = manager->RegisterCallback(token, [mesh = std::weak_ptr<Mesh>(mesh)] {
       const std::shared_ptr<Mesh> known = mesh.lock();
-      if (known) known->Abort(Outcome::kCancelled, "another operation of this worker failed during a collective call");
+      if (known) known->Abort(Outcome::kCancelled, kReason);
     });
+    if (!registered) mesh->Abort(Outcome::kCancelled, kReason);
     OP_REQUIRES_ASYNC(ctx, registered, absl::CancelledError("cancelled before it began"), done);
   }
   call.done = [ctx, own = std::move(call.done), done = std::move(done), manager, token](const Outcome& outcome) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <future>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -79,15 +80,34 @@ TEST(ATaskIsRefusedWhereNoThreadIsLeft) {
 }
 #endif
 
+// A call of worker 0 fails before it begins, and worker 1 waits for it. No later call of worker 0 may be taken for it.
+void CheckThatNoLaterCallIsTakenFor(Call failing, Outcome::Kind kind, const std::string& message) {
+  Meshes meshes = Connected(2);
+  std::vector<float> in(4, 1.f), out0(4), out1(4);
+  Waiting waiting, other;
+  other.Start(*meshes[1], SumCall(Collective::kAllReduce, {0, 1}, 1, 1, in.data(), out1.data(), 4));
+  for (Call& call : std::vector<Call>{failing, SumCall(Collective::kAllReduce, {0, 1}, 0, 1, in.data(), out0.data(), 4)}) {
+    waiting.Start(*meshes[0], std::move(call));
+    const Outcome outcome = waiting.Wait()[0];
+    CHECK(outcome.kind == kind && outcome.message == message, outcome.message);
+  }
+  meshes[0].reset();
+  const Outcome outcome = other.Wait()[0];
+  CHECK(outcome.kind == Outcome::kLost && outcome.message.find("lost worker 0: ") == 0, outcome.message);
+}
+
 TEST(ACallThatIsRefusedDoesNotBegin) {
-  const Meshes meshes = Connected(2);
-  Waiting waiting;
   Call call;
   call.members = {0, 1};
   call.prepare = [] { return Outcome{Outcome::kRefused, "no variable"}; };
-  waiting.Start(*meshes[0], std::move(call));
-  const Outcome outcome = waiting.Wait()[0];
-  CHECK(outcome.kind == Outcome::kRefused && outcome.message == "no variable", outcome.message);
+  CheckThatNoLaterCallIsTakenFor(std::move(call), Outcome::kRefused, "no variable");
+}
+
+TEST(ACallWithoutMemoryEndsThoseAfterIt) {
+  Call call;
+  call.members = {0, 1};
+  call.prepare = []() -> Outcome { throw std::bad_alloc(); };
+  CheckThatNoLaterCallIsTakenFor(std::move(call), Outcome::kLost, "this worker has no memory for a call");
 }
 
 // Worker 1 waits for worker 0, which waits for the lost worker: the call of worker 1 still fails and names that worker.
