@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -72,6 +74,46 @@ def test_what_strangers_say_harms_nobody_and_keeps_nobody_waiting(pool):
         rendezvous.wait_for_all(infos[1], 120.0)
         chief.result(timeout=300)
         assert time.monotonic() - began < 60.0
+
+
+@pytest.mark.parametrize(("limits", "idle"), [((3, 600.0), 4), ((64, 0.1), 1)], ids=["number", "time"])
+def test_strangers_that_say_nothing_are_shown_the_door(pool, monkeypatch, limits, idle):
+    """The oldest one first where there are too many, and each after a while."""
+    monkeypatch.setattr(rendezvous, "_MOST_PENDING", limits[0])
+    monkeypatch.setattr(rendezvous, "_GREETING_S", limits[1])
+    infos = cluster(2)
+    chief = pool.submit(rendezvous.wait_for_all, infos[0], 600.0)
+    with contextlib.ExitStack() as stack:
+        first, *_ = [stack.enter_context(connected(infos[0])) for _ in range(idle)]
+        first.settimeout(120.0)
+        assert first.recv(1) == b""
+        assert not chief.done()
+        rendezvous.wait_for_all(infos[1], 120.0)
+        chief.result(timeout=300)
+
+
+def test_without_a_descriptor_left_the_oldest_stranger_goes():
+    [info] = cluster(1)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener = stack.enter_context(contextlib.closing(rendezvous._Listener(info, server)))
+        clients = [stack.enter_context(socket.socket()) for _ in range(2)]
+        clients[0].connect(server.getsockname())
+        listener.serve(60.0)
+        clients[1].connect(server.getsockname())
+        lowest_free = os.dup(server.fileno())
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, most))
+        try:
+            listener.serve(60.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+        clients[0].settimeout(60.0)
+        assert clients[0].recv(1) == b""
+        clients[1].sendall(b"{}\n")
+        listener.serve(60.0)
+        assert clients[1].recv(1) == b""  # it was heard
 
 
 PLACES = [b"null", b'"1"', b"true", b"0", b"2", b"-1", b"1e999", b"[1]"]

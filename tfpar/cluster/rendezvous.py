@@ -10,6 +10,7 @@ Servers of `parameter_server` outlive their chief. When the chief restarts, serv
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -34,6 +35,9 @@ _CLOSE_S = 5.0
 _LINE_BYTES = 4096
 MESSAGE_BYTES = _LINE_BYTES - len(_GO) - 1  # of the chief's message: it goes between _GO and the end of a line
 _ASK_EVERY_S, _ASK_S = 2.0, 0.5
+# Connections that have not said yet which process they are of, and seconds that each has to do so. A process that is
+# dropped because of strangers connects again.
+_MOST_PENDING, _GREETING_S = 64, 5.0
 
 
 def wait_for_all(info: ClusterInfo, timeout: float, message: str = "") -> str:
@@ -109,6 +113,14 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float, message: str) ->
         _reply(listener.present, _GO + message.encode() + b"\n")
 
 
+@dataclasses.dataclass
+class _Greeting:
+    """What has come over a connection so far, and until when the rest must come."""
+
+    line: bytes
+    deadline: float
+
+
 class _Listener:
     """Accepts the connections of the other tasks. A foreign connection never delays the others, whatever it sends.
 
@@ -121,21 +133,42 @@ class _Listener:
         self._info, self._server = info, server
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._partial: dict[socket.socket, bytes] = {}
+        self._partial: dict[socket.socket, _Greeting] = {}  # the oldest first
 
     def serve(self, seconds: float) -> None:
         """Handles pending connections, or waits up to `seconds` for one."""
         for key, _ in self._selector.select(seconds):
             with contextlib.suppress(OSError):
                 if key.fileobj is self._server:
-                    connection = self._server.accept()[0]
-                    connection.setblocking(False)
-                    self._selector.register(connection, selectors.EVENT_READ)
-                    self._partial[connection] = b""
+                    self._accept_connection(seconds)
                 elif key.fileobj in self._partial:
                     self._read_greeting(key.fileobj)
                 elif isinstance(key.fileobj, socket.socket):
                     self._drop_if_ended(key.fileobj)
+
+        now = time.monotonic()
+        while self._partial and next(iter(self._partial.values())).deadline <= now:
+            self._drop_oldest()
+
+    def _accept_connection(self, seconds: float) -> None:
+        try:
+            connection = self._server.accept()[0]
+        except OSError:  # this process may have no descriptor left
+            if not self._partial:
+                time.sleep(seconds)  # the selector reports the same connection at once
+                return
+            self._drop_oldest()
+            connection = self._server.accept()[0]
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._partial[connection] = _Greeting(b"", time.monotonic() + _GREETING_S)
+        if len(self._partial) > _MOST_PENDING:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        connection = next(iter(self._partial))
+        del self._partial[connection]
+        self._close(connection)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -148,8 +181,8 @@ class _Listener:
             part = connection.recv(_LINE_BYTES)
         except OSError:
             part = b""
-        self._partial[connection] += part
-        line = self._partial[connection]
+        self._partial[connection].line += part
+        line = self._partial[connection].line
         if part and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
             return
         del self._partial[connection]
