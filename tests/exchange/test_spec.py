@@ -43,7 +43,8 @@ def test_the_first_option_may_have_its_name(text, same):
 
 
 def test_topk_keeps_at_least_one():
-    assert specs.parse("topk:0.0001,block=64").options.codec.keep == 1
+    assert specs.parse("topk:0.0079,block=64").options.codec.keep == 1
+    assert specs.parse("topk:0.0001,block=16384").options.codec.keep == 2
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,14 @@ def test_topk_keeps_at_least_one():
         ("int4:warmup_steps=-1", r"warmup_steps=-1 is not a whole number of at least 0"),
         ("topk:2", r"'2' is not a share of elements in \(0, 1\]"),
         ("topk:nan", r"'nan' is not a share"),
+        (
+            "topk:0.0001",
+            r"share=0\.0001 is less than half an element of a block of 4096, .* Use share=0\.000244 or more",
+        ),
+        (
+            "topk:0.001,block=64",
+            r"block of 64, .* share=0\.015625 or more, or larger blocks \(block=16384 is the largest",
+        ),
         ("topk:x", r"'x' is not a share"),
         ("int4:block", r"'block' is not key=value\. Write e\.g\. --exchange=int4:block=512,pattern=ring\."),
         ("topk:0.1,x", r"--exchange='topk:0\.1,x': 'x' is not .* Write e\.g\. --exchange=topk:0\.1,momentum=0\.9,"),

@@ -17,6 +17,7 @@ from tfpar.exchange.buckets import Bucket, PendingAssigns, WireBytes
 from tfpar.exchange.options import is_number, option, whole
 from tfpar.exchange.registry import register
 from tfpar_ops import Codec, codecs
+from tfpar_ops.formats import FORMATS
 
 import tensorflow as tf
 
@@ -64,8 +65,18 @@ class TopKOptions(ValueOptions):
             raise ValueError(f"momentum and ramp_steps work with pattern={' or '.join(_PATTERNS)}, not {self.pattern}.")
 
     def make_codec(self, **options: Any) -> Codec:
-        """The codec that keeps the share of elements."""
+        """The codec that keeps the share of elements.
+
+        Raises:
+          ValueError: The share is of less than half an element of a block; or the codec does not have an option.
+        """
         block = Codec("topk", keep=1, **options).block
+        if self.share * block < 0.5:
+            largest = FORMATS["topk"].blocks[-1]
+            raise ValueError(
+                f"share={self.share:g} is less than half an element of a block of {block}, of which at least one is "
+                f"sent. Use share={1 / block:.6f} or more, or larger blocks (block={largest} is the largest)."
+            )
         return Codec("topk", keep=max(1, round(self.share * block)), **options)
 
     @property
