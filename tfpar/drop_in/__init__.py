@@ -1,7 +1,7 @@
 """Plain Keras scripts on a cluster: every process runs its own `fit` on its share of the data.
 
 There is no tf.distribute strategy around the model. The optimizer that `DistributedOptimizer` returns exchanges
-gradients before it applies them, over TensorFlow's collective runtime, which `init_cluster` sets up.
+gradients before it applies them, over the transport that `init_cluster` connects.
 """
 
 from tfpar.drop_in.callbacks import AverageMetrics, BroadcastInitialWeights

@@ -314,8 +314,8 @@ class CompressedReducer(Reducer):
         return buckets.split(self._group.all_reduce(vector, instance), shapes)
 
     def _compares(self, step: tf.Tensor) -> tf.Tensor | None:
-        """Whether the sums of a step are compared with the dense ones: early in a run, but not in its first step. None
-        if those of no step are."""
+        """Whether the sums of a step are compared with the dense ones: early in a run, but in its first step only if
+        `sample_every` is less than 10. None if those of no step are."""
         every = self._sample_every
         return tf.equal(step % every, min(every // 10, 100)) if every else None
 

@@ -49,7 +49,8 @@ def _point_to_point(name: str, *, is_candidate: bool) -> Pattern:
     )
 
 
-# `two_phase`, `all_gather`, `hierarchical` use TensorFlow's collectives; the others use messages between two workers.
+# `two_phase`, `all_gather`, `hierarchical` use collective calls, of TensorFlow's runtime or the native transport, or
+# one pipelined operation of the latter; the others use messages between two workers.
 # All of them are hierarchical if a worker has several replicas, whose gradients it adds up first: `hierarchical` is
 # another name for the default.
 PATTERNS = {

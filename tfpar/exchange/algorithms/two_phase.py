@@ -1,4 +1,4 @@
-"""Compressed exchange of one bucket between workers, in patterns for which TensorFlow has collectives.
+"""Compressed exchange of one bucket between workers, in patterns of collective calls; or the same in one operation.
 
 L elements in a bucket, W workers, S elements in a shard. Functions run once per worker, on its first device.
 """
