@@ -133,6 +133,16 @@ def test_a_gradient_that_one_worker_no_longer_has_counts_as_zeros(directory):
             assert found["b"].tolist() == [0.25, 0.25]
 
 
+@pytest.mark.parametrize("way", ["eager", "graph"])
+def test_a_gradient_that_one_worker_alone_gets_later_is_refused_by_all(directory, way):
+    for rank in range(2):
+        found = json.loads((directory / f"late-{rank}.json").read_text())[way]
+        assert found["together"] == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+        text = "only some workers have a gradient of these variables, and in the first step none had: c. Workers would"
+        assert text in found["refused"]
+        assert found["after"] == found["together"]
+
+
 def test_workers_that_cannot_be_connected_say_why(tmp_path):
     script = tmp_path / "transports.py"
     script.write_text(

@@ -7,7 +7,8 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.drop_in import workers
-from tfpar.drop_in.optimizer import digest, distribution_of, xla_error
+from tfpar.drop_in.comparing import digest
+from tfpar.drop_in.optimizer import distribution_of, xla_error
 from tfpar.drop_in.workers import Workers
 from tfpar.optim.keras_calls import finalize_states
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.drop_in import workers
+from tfpar.drop_in.comparing import compare, describe, digest, path_of, worker_names
 from tfpar.drop_in.workers import Workers
 from tfpar.exchange import Exchange
-from tfpar.optim import keras_rates
 from tfpar.optim.exchanged_update import exchange_before_update, exchange_of, sum_rows_before_update
 from tfpar.optim.keras_internals import trainable_variables, variable_index
 from tfpar.process.exit_codes import install_exit_code_hook
 
 import keras
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
@@ -119,6 +116,8 @@ class Distribution:
         self._checked = False
         self._sparse: list[int] = []
         self._trained: set[int] = set()
+        self._late: list[int] = []
+        self._specs: list[tf.TensorSpec] = []
         self._reduce: Any = None
 
     def start(self, optimizer: keras.optimizers.Optimizer) -> None:
@@ -139,11 +138,11 @@ class Distribution:
                 "own. Use another dtype policy."
             )
         described = [
-            f"{_path(variable)} {tuple(variable.shape)} {keras.backend.standardize_dtype(variable.dtype)}"
+            f"{path_of(variable)} {tuple(variable.shape)} {keras.backend.standardize_dtype(variable.dtype)}"
             for variable in variables
         ]
-        facts = {"exchange": self._exchange.spec} | _describe(optimizer)
-        _compare(self.workers.gather("compare models", [facts, described]))
+        facts = {"exchange": self._exchange.spec} | describe(optimizer)
+        compare(self.workers.gather("compare models", [facts, described]))
         self._variables = variables
 
     def _build(self, sparse: set[int], present: set[int], accumulates: bool) -> None:
@@ -159,13 +158,17 @@ class Distribution:
         rows, there = zip(*self.workers.gather("compare gradients", [sorted(sparse), sorted(present)]), strict=True)
         common = set(rows[0]).intersection(*rows)
         self._trained = set().union(*there)
+        self._late = [index for index in range(len(self._variables)) if index not in self._trained]
+        self._specs = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
+        if self._late:  # in every step, each worker says of which of them it has a gradient: `_refuse_lone`
+            self._specs.append(tf.TensorSpec([len(self._late)], tf.float32))
         strategy = self.workers.strategy
         # A group, so that not the strategy reduces: its all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must
         # feed a value for placeholder"), and Keras has one around the step (`steps_per_execution`) and the update
         # (accumulation).
         group = world_group(self.workers.size, self.workers.rank, strategy.extended.worker_devices[0])
         self._exchange.build(
-            self._variables,
+            self._specs,
             strategy=strategy,
             group=group,
             seed=self._seed,
@@ -215,12 +218,21 @@ class Distribution:
         Returns:
           Dense tensors of the gradients' dtypes; None where there was none. Most of Keras' optimizers make rows dense
           anyhow (3.15).
+
+        Raises:
+          ConfigError: See `_refuse_lone`.
         """
         indices = [variable_index(optimizer, variable) for variable in variables]
         by_variable: list[Any] = [None] * len(self._variables)
         for index, gradient in zip(indices, gradients, strict=True):
             by_variable[index] = gradient
-        means = self._reduce([self._as_float32(index, gradient) for index, gradient in enumerate(by_variable)])
+        sent = [self._as_float32(index, gradient) for index, gradient in enumerate(by_variable)]
+        if self._late:
+            sent.append(tf.constant([float(by_variable[index] is not None) for index in self._late]))
+        means = self._reduce(sent)
+        if self._late:
+            with tf.control_dependencies(self._refuse_lone(means.pop())):
+                means = [tf.identity(mean) for mean in means]
         return [
             None if gradient is None else tf.cast(means[index], gradient.dtype)
             for gradient, index in zip(gradients, indices, strict=True)
@@ -250,12 +262,40 @@ class Distribution:
         """Refuses a step without variables that have residuals: all of these are sent, and would arrive at nothing."""
         left_out = sorted(self._trained.difference(given))
         if left_out and self._exchange.state:
+            path, spec = path_of(self._variables[left_out[0]]), str(self._exchange.spec)
             raise ConfigError(
-                "tfpar.DistributedOptimizer: apply was called without the variable "
-                f"{_path(self._variables[left_out[0]])}, and exchange={str(self._exchange.spec)!r} keeps a residual of "
-                "its gradients. Give every variable, with zeros for a gradient that does not count, use an optimizer "
-                "for each set of variables, or exchange='none'."
+                f"tfpar.DistributedOptimizer: apply was called without the variable {path}, and exchange={spec!r} "
+                "keeps a residual of its gradients. Give every variable, zeros for a gradient that does not count, use "
+                "an optimizer for each set of variables, or exchange='none'."
             )
+
+    def _refuse_lone(self, shares: tf.Tensor) -> list[tf.Operation]:
+        """Refuses a step in which some workers only have a gradient of a late variable: the others would not update it.
+
+        The step itself tells: workers trace it at different times, so that none can ask the others then.
+
+        Args:
+          shares: Share of the workers that have a gradient of each variable of which none had one in the first step.
+
+        Raises:
+          ConfigError: Outside of a `tf.function`. In one, the returned operation raises an `InvalidArgumentError`.
+        """
+        lone = (shares > 0.0) & (shares < 1.0 - 0.5 / self.workers.size)
+        paths = [path_of(self._variables[index]) for index in self._late]
+        text = tf.strings.join(
+            [
+                "tfpar.DistributedOptimizer: only some workers have a gradient of these variables, and in the first "
+                "step none had: ",
+                tf.strings.reduce_join(tf.boolean_mask(paths, lone), separator=", "),
+                ". Workers would no longer have the same weights. Give every worker a gradient, of zeros where it does "
+                "not count, in this step or in the first one: add 0.0 * tf.reduce_sum(variable) to the loss.",
+            ]
+        )
+        if not tf.executing_eagerly():
+            return [tf.debugging.Assert(~tf.reduce_any(lone), [text])]
+        if tf.reduce_any(lone):
+            raise ConfigError(text.numpy().decode())
+        return []
 
     def _check_same_start(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses to train from different weights or optimizer variables. Once: the steps keep them the same."""
@@ -268,8 +308,8 @@ class Distribution:
             different = [worker for worker, value in enumerate(by_worker) if value != by_worker[0]]
             if different:
                 raise ConfigError(
-                    f"tfpar.DistributedOptimizer: {_names(different)} would start from other {what} than worker 0. Put "
-                    "tfpar.BroadcastInitialWeights() first in fit's callbacks on every worker."
+                    f"tfpar.DistributedOptimizer: {worker_names(different)} would start from other {what} than worker "
+                    "0. Put tfpar.BroadcastInitialWeights() first in fit's callbacks on every worker."
                 )
         self._checked = True
 
@@ -280,7 +320,7 @@ class Distribution:
         for another batch size, which may occur on one worker only.
         """
         device = self.workers.strategy.extended.worker_devices[0]
-        signature: list[Any] = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
+        signature: list[Any] = list(self._specs)
         for index in self._sparse:
             rows = tf.TensorSpec([None, *self._variables[index].shape[1:]], tf.float32)
             signature[index] = rows, tf.TensorSpec([None], tf.int64)
@@ -299,8 +339,8 @@ class Distribution:
         with tf.distribute.ReplicaContext(self.workers.strategy, replica_id_in_sync_group=self.workers.rank):
             means = self._exchange.reduce(slices)
         return [
-            tf.ensure_shape(mean, one.shape)
-            for mean, one in zip(map(tf.convert_to_tensor, means), self._variables, strict=True)
+            tf.ensure_shape(mean, spec.shape)
+            for mean, spec in zip(map(tf.convert_to_tensor, means), self._specs, strict=True)
         ]
 
 
@@ -310,59 +350,3 @@ def xla_error() -> ConfigError:
         "tfpar.DistributedOptimizer: the train step is to be compiled by XLA, which cannot run collectives. Write "
         "model.compile(..., jit_compile=False); Keras' default, 'auto', turns XLA on where there is a GPU."
     )
-
-
-def digest(variables: Sequence[Any]) -> str:
-    """SHA-256 over the bytes of variables."""
-    sha256 = hashlib.sha256()
-    for variable in variables:
-        sha256.update(np.ascontiguousarray(variable.numpy()).tobytes())
-    return sha256.hexdigest()
-
-
-def _compare(gathered: list[Any]) -> None:
-    """Refuses workers that differ in facts or variables, naming them and the first difference."""
-    facts, described = zip(*gathered, strict=True)
-    for name in dict.fromkeys(name for fact in facts for name in fact):
-        values = [fact.get(name) for fact in facts]
-        different = [worker for worker, value in enumerate(values) if value != values[0]]
-        if different:
-            raise ConfigError(
-                f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 have different values of {name}, "
-                f"{values[different[0]]!r} and {values[0]!r}. All workers need the same."
-            )
-    different = [worker for worker, variables in enumerate(described) if variables != described[0]]
-    if different:
-        other, own = described[different[0]], described[0]
-        index = next((i for i, pair in enumerate(zip(other, own, strict=False)) if pair[0] != pair[1]), None)
-        detail = f"{len(other)} and {len(own)} variables" if index is None else f"{other[index]!r} and {own[index]!r}"
-        raise ConfigError(
-            f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 train different models: {detail}. All "
-            "workers must build the same model, and must create the same layers before it."
-        )
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _path(variable: Any) -> str:
-    return getattr(variable, "path", variable.name)
-
-
-def _describe(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
-    """Class and configuration as text, without the names that Keras numbers, and without what variables hold."""
-    with keras_rates.without_schedule(getattr(optimizer, "inner_optimizer", optimizer)) as schedule:
-        config = keras.optimizers.serialize(optimizer)
-
-    def relevant(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return [relevant(item) for item in value] if isinstance(value, (list, tuple)) else value
-        held = lambda key, item: key == "learning_rate" and isinstance(item, float)  # noqa: E731
-        return {key: relevant(item) for key, item in value.items() if key != "name" and not held(key, item)}
-
-    facts = {"optimizer": config["class_name"]} | relevant(config["config"])
-    if schedule is not None:
-        described = keras_rates.schedule_config(schedule)
-        facts["learning_rate"] = relevant(described) or getattr(schedule, "__qualname__", type(schedule).__qualname__)
-    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in facts.items()}

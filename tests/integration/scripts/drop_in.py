@@ -234,6 +234,27 @@ def lone_gradients(rank: int) -> dict[str, np.ndarray]:
     return {variable.name: variable.numpy() for variable in variables}
 
 
+def late_gradients(rank: int, step: Callable[[Callable[[], None]], Callable[[], None]]) -> dict[str, Any]:
+    """Gradients that come after the first step: on both workers, on neither, then on worker 0 alone.
+
+    Args:
+      rank: Of this worker.
+      step: `tf.function`, or nothing of the kind.
+    """
+    variables = [keras.Variable(np.ones(2, np.float32), name=name) for name in "abc"]
+    distributed = tfpar.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    distributed.build(variables)
+    one = tf.ones(2)
+    for gradients in ([one, None, None], [None, one, None], [one, None, None]):
+        step(lambda gradients=gradients: distributed.apply(gradients, variables))()
+    result: dict[str, Any] = {"together": [variable.numpy().tolist() for variable in variables]}
+    try:
+        step(lambda: distributed.apply([one, one, None if rank else one], variables))()
+    except (tfpar.ConfigError, tf.errors.InvalidArgumentError) as error:
+        result["refused"] = str(error)
+    return result | {"after": [variable.numpy().tolist() for variable in variables]}
+
+
 def leave_out() -> None:
     variables = [keras.Variable(np.ones((64, 64), np.float32), name=name) for name in "ab"]
     distributed = tfpar.DistributedOptimizer(keras.optimizers.SGD(0.5), "int8")
@@ -254,6 +275,8 @@ def main() -> None:
     (directory / f"sent-{rank}.json").write_text(json.dumps(sent))
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
     np.savez(directory / f"lone-{rank}.npz", **lone_gradients(rank))
+    late = {"eager": late_gradients(rank, lambda step: step), "graph": late_gradients(rank, tf.function)}
+    (directory / f"late-{rank}.json").write_text(json.dumps(late))
     refusals = {}
     for name, misuse in misuses(rank).items():
         try:
