@@ -28,6 +28,10 @@ def test_misuse_is_refused_in_one_line(alone):
         inner = keras.optimizers.SGD(gradient_accumulation_steps=2)
         distributed(keras.optimizers.LossScaleOptimizer(inner))
 
+    def several_and_accumulated(selects):
+        inner = keras.optimizers.SGD(gradient_accumulation_steps=2)
+        fit(alone, distributed(keras.optimizers.MultiOptimizer(selects(inner))))
+
     generator = tf.data.Dataset.from_generator(
         lambda: iter([(X, Y)]), output_signature=(tf.TensorSpec(X.shape), tf.TensorSpec(Y.shape))
     )
@@ -38,6 +42,8 @@ def test_misuse_is_refused_in_one_line(alone):
         (lambda: distributed(keras.optimizers.Adam), "is not a Keras 3 optimizer. Pass e.g. keras.optimizers.Adam"),
         (lambda: distributed("adamz"), "'adamz' is not a Keras 3 optimizer"),
         (scaled_and_accumulated, "would exchange at every step"),
+        (lambda: several_and_accumulated(keras.optimizers.OptimizerMap), "MultiOptimizer with gradient_accumulation"),
+        (lambda: several_and_accumulated(lambda inner: lambda _: inner), "MultiOptimizer with gradient_accumulation"),
         (lambda: fit(alone, keras.optimizers.SGD()), "does not exchange gradients"),
         (lambda: fit(alone, model=keras.Sequential([keras.layers.Dense(1)])), "Give it a keras.Input"),
         (lambda: fit(alone, data=(generator,)), "steps_per_epoch=N"),

@@ -67,12 +67,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
         raise workers.under_strategy("tfpar.DistributedOptimizer")
     if distribution_of(optimizer) is not None:
         raise ConfigError("tfpar.DistributedOptimizer: this optimizer is distributed already.")
-    inner = getattr(optimizer, "inner_optimizer", None)  # a LossScaleOptimizer has one
-    if inner is not None and inner.gradient_accumulation_steps:
-        raise ConfigError(
-            "tfpar.DistributedOptimizer: LossScaleOptimizer with gradient_accumulation_steps would exchange at every "
-            "step, not once per accumulated step. Use one of the two, or tfpar.Trainer, which does both."
-        )
+    _refuse_inner_accumulation(optimizer)
     connected = workers.current()
     if connected is None:
         sum_rows_before_update(optimizer)
@@ -92,6 +87,18 @@ def _as_optimizer(given: Any) -> keras.optimizers.Optimizer:
     raise ConfigError(
         f"tfpar.DistributedOptimizer: {given!r} is not a Keras 3 optimizer. Pass e.g. keras.optimizers.Adam(1e-3)."
     )
+
+
+def _refuse_inner_accumulation(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses accumulation in an optimizer inside of another, which exchanges before it calls the inner one."""
+    # A LossScaleOptimizer has one, a MultiOptimizer several; of a function that selects them, it has them once built.
+    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    if any(one is not None and one.gradient_accumulation_steps for one in inner):
+        raise ConfigError(
+            f"tfpar.DistributedOptimizer: {optimizer.__class__.__name__} with gradient_accumulation_steps would "
+            "exchange at every step, not once per accumulated step. Use one of the two, or tfpar.Trainer, which "
+            "accumulates beside a loss scale."
+        )
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Distribution | None:
@@ -127,10 +134,11 @@ class Distribution:
           optimizer: Is built.
 
         Raises:
-          ConfigError: Workers differ; or variables that an exchange cannot serve.
+          ConfigError: Workers differ; or variables, or optimizers within this one, that an exchange cannot serve.
         """
         if self._variables:
             return
+        _refuse_inner_accumulation(optimizer)
         variables = trainable_variables(optimizer)
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
             raise ConfigError(
