@@ -143,3 +143,11 @@ def test_gradients_and_rows_of_float16_weights_have_a_loss_scale(alone):
     optimizer.apply([rows, tf.repeat(scaled, 4, axis=0)], [table, dense])
     np.testing.assert_array_equal(table.numpy(), [[0, 0], [-1, -1], [0, 0], [0, 0]])
     np.testing.assert_array_equal(dense.numpy(), -np.ones([4, 2]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_user_is_told_that_float64_gradients_are_rounded(alone, caplog, dtype):
+    variable = keras.Variable(np.zeros(1), dtype=dtype)
+    tfpar.DistributedOptimizer(keras.optimizers.SGD(1.0)).apply([tf.constant([1.0 + 2.0**-30], dtype)], [variable])
+    np.testing.assert_array_equal(variable.numpy(), [-1.0])
+    assert ("gradients of float64 variables travel as float32" in caplog.text) == (dtype == "float64")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from tfpar.process.exit_codes import install_exit_code_hook
 import keras
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
+
+_log = logging.getLogger(__name__)
 
 
 def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhere, and it stands where a class would
@@ -151,6 +154,11 @@ class Distribution:
         ]
         facts = {"exchange": self._exchange.spec} | describe(optimizer)
         compare(self.workers.gather("compare models", [facts, described]))
+        if self.workers.rank == 0 and any(one.endswith(" float64") for one in described):
+            _log.warning(
+                "tfpar.DistributedOptimizer: gradients of float64 variables travel as float32, with exchange='none' "
+                "too, which rounds them to 7 digits. Train on a single worker if you need more."
+            )
         self._variables = variables
 
     def _build(self, sparse: set[int], present: set[int], accumulates: bool) -> None:
