@@ -78,6 +78,14 @@ def test_an_overflow_on_one_worker_is_skipped_by_both(directory, name, scale):
     assert scale / 2**drop_in.EPOCHS in slots
 
 
+def test_an_evaluation_at_the_end_of_an_epoch_leaves_its_averages_alone(directory):
+    expected = drop_in.evaluated(2 * drop_in.BATCH)
+    for worker in workers(directory, "evaluated"):
+        assert set(worker) == set(expected)
+        for name, values in expected.items():
+            np.testing.assert_allclose(worker[name], values, rtol=1e-5, err_msg=name)
+
+
 def test_compressed_from_different_weights(directory):
     first, second = workers(directory, "int4")
     assert not np.array_equal(first.pop("before"), second.pop("before"))

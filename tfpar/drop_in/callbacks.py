@@ -161,23 +161,29 @@ class AverageMetrics(_InStep):
 
     def __init__(self) -> None:
         super().__init__()
-        self._train: dict[str, Any] | None = None
-        self._validation: dict[str, Any] | None = None
+        self._noted: dict[str, dict[str, Any]] = {}  # of `train` and `validation`
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forgets the previous epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._train = self._validation = None
+        self._noted = {}
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the metrics of the training epoch after its last batch: an earlier callback may evaluate at its end."""
+        super().on_train_batch_end(batch, logs)
+        if self._workers is not None and self._steps is not None and self._done >= self._steps:
+            # Keras may call this in another thread while validation resets the metrics; then they are noted already.
+            self._noted.setdefault("train", self._snapshot())
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Notes the metrics of the training epoch, before validation resets them."""
         del logs
-        self._train = self._snapshot()
+        self._noted["train"] = self._snapshot()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Notes the metrics of the validation."""
         del logs
-        self._validation = self._snapshot()
+        self._noted["validation"] = self._snapshot()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replaces the values in `logs`."""
@@ -189,8 +195,8 @@ class AverageMetrics(_InStep):
             f"average the metrics of epoch {epoch + 1}",
             {
                 "values": values,
-                "train": self._train or self._snapshot(),
-                "validation": self._validation or {"examples": 0.0, "state": []},
+                "train": self._noted["train"],
+                "validation": self._noted.get("validation", {"examples": 0.0, "state": []}),
                 "learning rate": _current_rate(self.model.optimizer),
                 "stop_training": bool(self.model.stop_training),
             },

@@ -234,6 +234,21 @@ def lone_gradients(rank: int) -> dict[str, np.ndarray]:
     return {variable.name: variable.numpy() for variable in variables}
 
 
+def evaluated(batch: int) -> dict[str, np.ndarray]:
+    """The logs of epochs at whose end another callback evaluates the model, before the averages, without validation.
+
+    Args:
+      batch: Examples of a worker.
+    """
+    model = dense_model()
+    model.compile(tfpar.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"], jit_compile=False)
+    x, y = tfpar.shard(*data())
+    evaluate = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.evaluate(x[:3], y[:3], verbose=0))
+    callbacks = [tfpar.BroadcastInitialWeights(), evaluate, tfpar.AverageMetrics()]
+    history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    return {name: np.array(values) for name, values in history.history.items()}
+
+
 def late_gradients(rank: int, step: Callable[[Callable[[], None]], Callable[[], None]]) -> dict[str, Any]:
     """Gradients that come after the first step: on both workers, on neither, then on worker 0 alone.
 
@@ -275,6 +290,7 @@ def main() -> None:
     (directory / f"sent-{rank}.json").write_text(json.dumps(sent))
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
     np.savez(directory / f"lone-{rank}.npz", **lone_gradients(rank))
+    np.savez(directory / f"evaluated-{rank}.npz", **evaluated(BATCH))
     late = {"eager": late_gradients(rank, lambda step: step), "graph": late_gradients(rank, tf.function)}
     (directory / f"late-{rank}.json").write_text(json.dumps(late))
     refusals = {}
