@@ -12,12 +12,15 @@ from tests.integration.test_multi_worker import launch
 from tests.training.test_pipeline import normalized, own, synchronized
 from tfpar.collectives.cost_model import NOTHING, Cost
 from tfpar.config import ConfigError
-from tfpar.training.segments.choose import Profile, added_seconds, choose_segments
+from tfpar.exchange import spec as specs
+from tfpar.exchange.tuning.forecast import buckets_of
+from tfpar.training.segments.choose import Profile, added_seconds, choose_segments, why_too_few
 from tfpar.training.segments.placing import segments_of
 from tfpar.training.validate import validate_config
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 COMPILED = {"jit_compile": "true", "steps": 5, "devices": 2}
 
@@ -141,6 +144,27 @@ def test_auto_cuts_where_the_exchange_takes_as_long_as_the_pass():
 )
 def test_auto_leaves_one_program_where_nothing_is_gained(changes):
     assert choose_segments(profile_of(**changes)).segments == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "matrices", "why"),
+    [
+        ("auto", 2, ""),
+        ("int8", 2, ""),
+        ("none", 0, ""),
+        ("auto", 1, "the exchange has one bucket of large tensors, and needs two to overlap"),
+        ("int8", 0, "the exchange has no bucket of large tensors, and needs two to overlap"),
+    ],
+)
+@pytest.mark.parametrize("chosen", ["none", "int4"])
+def test_buckets_overlap_whatever_auto_chooses_for_them(spec, matrices, why, chosen):
+    parsed = specs.parse(spec if spec == "none" else f"{spec}:bucket_bytes=4096")
+    shapes = [tf.TensorShape([64, 16])] * matrices + [tf.TensorShape([16])]
+    sent = [
+        dataclasses.replace(bucket, spec=specs.parse(chosen)) if bucket.spec is parsed and spec == "auto" else bucket
+        for bucket in buckets_of(parsed, shapes)
+    ]
+    assert why_too_few(parsed, shapes, sent) == why
 
 
 def test_costs_of_programs_limit_their_number():

@@ -20,7 +20,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import spec as specs
 from tfpar.exchange.spec import Spec
-from tfpar.exchange.tuning.forecast import Forecast, forecast
+from tfpar.exchange.tuning.forecast import Forecast, Sent, forecast
 from tfpar.optim import keras_calls
 from tfpar.parallel import strategies
 from tfpar.parallel.pipeline.cuts import cut_evenly
@@ -118,9 +118,8 @@ def chosen_for(model: keras.Model, config: ExperimentConfig, runtime: strategies
     spec = specs.parse(config.exchange.exchange)
     device = runtime.strategy.extended.worker_devices[0]
     found = forecast(spec, shapes, world_group(topology.workers, topology.worker, device), device)
-    encoded = sum(bucket.spec.compresses for bucket in found.sent)
-    if spec.compresses and encoded < 2:  # then nothing is sent before the decision to apply the step
-        return Choice(1, f"the exchange has {encoded} bucket of encoded gradients, and needs two to overlap")
+    if why := why_too_few(spec, shapes, found.sent):
+        return Choice(1, why)
     agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
     examples = max(1, config.input.global_batch_size // topology.replicas)
     own = _pass_seconds(model, examples), _launch_seconds()
@@ -158,6 +157,20 @@ def _why_nothing_overlaps(spec: Spec) -> str:
     if spec.compresses and not (options.overlap and options.sends_only_gradient and not options.warmup_steps):
         return f"--exchange={spec.text} sends nothing before all gradients are complete"
     return ""
+
+
+def why_too_few(spec: Spec, shapes: Sequence[tf.TensorShape], sent: Sequence[Sent]) -> str:
+    """Why an exchange has too few buckets to send one before the decision to apply the step; empty if it has enough.
+
+    Args:
+      spec: The exchange, before `auto` has chosen. A bucket that it has left dense overlaps like any other.
+      shapes: Static shapes of the tensors.
+      sent: The buckets. That of the small tensors waits for the decision, because it is sent with the sidecar.
+    """
+    large = sum(spec.options.is_compressible(shapes[bucket.indices[0]]) for bucket in sent)
+    if not spec.compresses or large > 1:
+        return ""
+    return f"the exchange has {('no bucket', 'one bucket')[large]} of large tensors, and needs two to overlap"
 
 
 def _profile(
