@@ -153,6 +153,13 @@ def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
     assert ("so data travels over TensorFlow's runtime" in said) == (obstacle in ("address", "firewall"))
 
 
+def test_no_worker_encodes_in_the_transport_if_one_is_to_use_plain_tensorflow_operations():
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", "", "gloo", "gloo:reference")
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said
+    assert len(re.findall(r"replicas, transport gloo .*\| GlooGroup \[2\.0, 2\.0, 2\.0\]", said)) == 2, said
+
+
 @pytest.mark.parametrize("wishes", [("gloo", "gloo:address"), ("gloo:address", "gloo")])
 def test_all_workers_say_which_one_cannot_listen(wishes):
     """Within the time of a start: none waits for an address that will not come."""

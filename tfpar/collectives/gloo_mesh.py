@@ -28,6 +28,7 @@ from tfpar.collectives.gloo import GlooGroup, PipelinedGlooGroup
 from tfpar.collectives.tensorflow import MakeGroup, has_nccl, use_transport
 from tfpar.config import ConfigError
 from tfpar.process.exit_codes import PeerLostError
+from tfpar_ops import uses_library
 from tfpar_ops.transport_library import MeshError, TransportLibrary, transport_library, why_unusable
 
 import tensorflow as tf
@@ -203,10 +204,10 @@ def start(
     """
     deadline = time.monotonic() + start_timeout
     device = _GPUS[has_nccl()] if for_gpus else "CPUs"
-    wish = json.dumps([transport, in_the_way, device])
+    wish = json.dumps([transport, in_the_way, device, uses_library()])
     context.context().set_config_key_value(f"{_PREFIX}/of/{info.worker_rank}", wish)
-    wishes = [tuple(json.loads(text)) for text in _ask_all(info, f"{_PREFIX}/of", deadline)]
-    choice = choose(wishes)
+    told = [json.loads(text) for text in _ask_all(info, f"{_PREFIX}/of", deadline)]
+    choice = choose([(wish, why, devices) for wish, why, devices, _ in told])
     if choice.transport == "tensorflow":
         return choice
     library = transport_library()
@@ -231,17 +232,23 @@ def start(
     atexit.register(library.close, mesh)
     _Watch(library, mesh, info, peer_timeout).start()
 
-    use_transport(_maker(mesh), for_gpus=for_gpus)
+    use_transport(_maker(mesh, pipelines=all(native for *_, native in told)), for_gpus=for_gpus)
     return choice
 
 
-def _maker(mesh: int) -> MakeGroup:
-    """The function that creates groups over a mesh."""
+def _maker(mesh: int, *, pipelines: bool) -> MakeGroup:
+    """The function that creates groups over a mesh.
+
+    Args:
+      mesh: Number of the mesh.
+      pipelines: Whether the workers of CPUs encode in the transport's own operation: where a worker is to encode with
+        plain TensorFlow operations (`TFPAR_OPS=reference`), none does, because all must make the same calls.
+    """
 
     def make(
         members: tuple[int, ...], rank: int, workers: tuple[int, ...], *, all_workers: bool, on_gpus: bool
     ) -> GlooGroup:
-        kind = GlooGroup if on_gpus else PipelinedGlooGroup
+        kind = PipelinedGlooGroup if pipelines and not on_gpus else GlooGroup
         return kind(members, rank, mesh, workers, all_workers, on_gpus)
 
     return make

@@ -2,7 +2,7 @@
 transport_of_rank.py MESH TRANSPORT...
 
 Of TRANSPORT:WHAT, WHAT is in this worker's way: `firewall` (the others cannot reach its port), `library` (it has none),
-`address` (it cannot listen on its own), or `end` (it ends instead).
+`address` (it cannot listen on its own), or `end` (it ends instead); `reference` is not: it encodes without a library.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ if obstacle == "library":
     gloo_mesh.why_unusable = lambda: "it was built without Gloo. Install it."
 elif obstacle == "firewall":  # on port 1 of this machine, nothing listens
     transport_library.TransportLibrary.address = lambda *_: "127.0.0.1 1"
+elif obstacle == "reference":
+    os.environ["TFPAR_OPS"] = "reference"
 elif obstacle == "end":
     transport_library.TransportLibrary.listen = lambda *_: os._exit(0)
 elif obstacle == "address":
