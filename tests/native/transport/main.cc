@@ -1,4 +1,5 @@
 // Runs all tests, or those whose name contains the first argument.
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 
@@ -12,6 +13,7 @@ extern "C" const char* __lsan_default_suppressions() { return "leak:gloo::transp
 extern "C" const char* __tsan_default_suppressions() { return "race:gloo::transport::tcp::UnboundBuffer::\n"; }
 
 int main(int argc, char** argv) {
+  std::signal(SIGPIPE, SIG_IGN);  // as Python does: Gloo writes to connections that a lost worker has closed
   int run = 0;
   for (const check::Test& test : check::Tests()) {
     if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
