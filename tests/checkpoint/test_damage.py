@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 
+from tests import permissions
 from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint import format as checkpoint_files
 from tfpar.checkpoint import resume as resuming
@@ -161,6 +162,41 @@ def test_a_file_system_that_does_not_answer_says_nothing_of_a_checkpoint(tmp_pat
             resuming.newest(Checkpointer(tmp_path))
     assert resuming.newest(Checkpointer(tmp_path)).step == 5
     assert sorted(path.name for path in directory.iterdir()) == ["step-000000001", "step-000000005"]
+
+
+@pytest.mark.parametrize("look", [Checkpointer, checkpointer.find, checkpointer.saved_config, checkpointer.has_any])
+@pytest.mark.parametrize("mode", [0o311, 0o000])
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, look, mode):
+    directory = save(tmp_path, 1, workers=1)
+    said = r"checkpoints in .*checkpoints cannot be listed \(Permission denied\).*Start again once .*another --workdir"
+    with permissions.of(directory, mode), pytest.raises(CheckpointError, match=said):
+        look(tmp_path)
+    assert Checkpointer(tmp_path).steps() == [1]
+
+
+def test_a_worker_that_tidies_nothing_does_not_start_over_either(tmp_path):
+    directory = save(tmp_path, 1)
+    peer = Checkpointer(tmp_path, worker=1, workers=2)
+    with permissions.of(directory, 0o311), pytest.raises(CheckpointError, match="cannot be listed"):
+        resuming.newest(peer)
+
+
+def test_a_file_system_that_does_not_answer_says_nothing_of_what_a_directory_holds(tmp_path, monkeypatch):
+    save(tmp_path, 1, workers=1)
+
+    def stale(_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    reader = Checkpointer(tmp_path)
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(CheckpointError, match=r"cannot be listed \(Stale file handle\)"):
+        resuming.newest(reader)
+
+
+def test_a_file_in_place_of_the_directory_hides_no_checkpoint(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    assert Checkpointer(tmp_path).steps() == []
+    assert not checkpointer.has_any(tmp_path / "checkpoints")
 
 
 def test_no_run_starts_over_where_every_checkpoint_is_damaged(tmp_path):

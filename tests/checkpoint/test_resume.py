@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from tests import nursery
+import tfpar
+from tests import nursery, permissions
 from tests.checkpoint import small_disk
 from tests.training.trainers import BATCH, everything, source, trainer_of
 from tfpar.checkpoint import checkpointer
+from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.process import exit_codes
 from tfpar.training import uneven_batches
@@ -91,6 +93,24 @@ def test_how_a_run_that_stops_can_go_on(tmp_path, capsys):
         assert "stopped after step 3 of 9; no checkpoint could be saved, so another start" in capsys.readouterr().out
     trainer_of(stop_after=3).fit(source(), steps=9)
     assert "stopped after step 3 of 9; without --workdir nothing is kept" in capsys.readouterr().out
+
+
+def test_a_run_whose_checkpoints_cannot_be_listed_does_not_start_over(tmp_path, capsys):
+    options = {"workdir": str(tmp_path), "stop_after": 2, "schedule": "constant"}
+    closes = tfpar.Hook(1, lambda state: (tmp_path / "checkpoints").chmod(0o311))
+    trainer = trainer_of(**options)
+    (tmp_path / "checkpoints").mkdir()
+    try:
+        with permissions.binding():
+            assert trainer.fit(source(), steps=4, hooks=[closes])["failed_checkpoints"] == []
+            cannot = f"checkpoints in {tmp_path}/checkpoints cannot be listed (Permission denied)"
+            assert f"stopped after step 2 of 4; the {cannot}" in capsys.readouterr().out
+            with pytest.raises(CheckpointError, match=r"cannot be listed \(Permission denied\)"):
+                trainer_of(**options)
+    finally:
+        (tmp_path / "checkpoints").chmod(0o755)
+    trainer_of(**options).fit(source(), steps=4)
+    assert "resumed from step 2" in capsys.readouterr().out
 
 
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import random
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 
-from tests import nursery
+from tests import nursery, permissions
 from tests.checkpoint import small_disk
 from tfpar.checkpoint import staging
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer, CheckpointError
@@ -287,3 +288,44 @@ def test_everything_reaches_the_disk_before_the_name_does(tmp_path, monkeypatch)
     partial = "checkpoints/.step-000000001.partial"
     files = [f"{partial}/state.safetensors.new", f"{partial}/manifest.json"]
     assert events == [*files, partial, "rename", "checkpoints", "."]
+
+
+def test_a_name_that_cannot_be_flushed_is_a_warning_because_the_checkpoint_is_there(tmp_path, monkeypatch, messages):
+    fsync = os.fsync
+
+    def of_files_alone(descriptor: int) -> None:
+        if pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path / "checkpoints":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    writer = Checkpointer(tmp_path, keep=1, on_error="fail")
+    for step in (1, 2):
+        writer.save(checkpoint(step))
+    writer.wait()
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    writer.save(checkpoint(2, kilobytes=2), best=True)
+    writer.close()
+    assert writer.failures == []
+    assert sorted(path.name for path in writer.directory.iterdir()) == ["best.json", "step-000000002"]
+    assert writer.latest().arrays["model/kernel"].nbytes == 2048
+    said = f"is written, but {tmp_path}/checkpoints cannot be flushed (Input/output error): a power failure within"
+    assert [message.split(" the next")[0] for message in messages] == [
+        f"WARNING: step-000000002 {said}",
+        f"WARNING: best.json {said}",
+    ]
+
+
+def test_a_directory_that_can_no_longer_be_listed_does_not_end_a_run(tmp_path, messages):
+    with contextlib.closing(Checkpointer(tmp_path)) as earlier:
+        earlier.save(checkpoint(1))
+    writer = Checkpointer(tmp_path, keep=1)
+    with permissions.of(writer.directory, 0o311):  # before the thread that writes starts
+        writer.save(checkpoint(2), best=True)
+        writer.wait()
+        assert writer.failures == []
+        assert "older checkpoints stay: the checkpoints in" in messages[-1]
+        (writer.directory / ".step-000000003.partial").write_text("a file where the directory should be")
+        writer.save(checkpoint(3))
+        writer.close()
+    assert messages[-1].endswith("Checkpoints: they cannot be listed")
+    assert writer.steps() == [1, 2]

@@ -27,9 +27,8 @@ from typing import Any
 from tfpar.checkpoint import format as files
 from tfpar.checkpoint import staging
 from tfpar.checkpoint.arrays import SavedArrays
-from tfpar.checkpoint.format import FORMAT, Checkpoint, read
+from tfpar.checkpoint.format import FORMAT, Checkpoint, CheckpointError, read
 from tfpar.checkpoint.staging import reason
-from tfpar.config.errors import TrainingError
 
 import numpy as np
 
@@ -40,10 +39,6 @@ _log = logging.getLogger(__name__)
 _BEST = "best.json"
 # The file is missing, or the disk cannot read it. After other errors it may be intact, and readable later.
 _OF_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, None})
-
-
-class CheckpointError(TrainingError):
-    """A checkpoint could not be written, with `on_error` `fail`; or an existing one cannot be read."""
 
 
 class Checkpointer:
@@ -60,6 +55,9 @@ class Checkpointer:
       workers: Number of workers; all see the same `workdir`.
       on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
       needed: See `format.read`.
+
+    Raises:
+      CheckpointError: The directory of the checkpoints cannot be listed.
 
     Attributes:
       failures: Checkpoints that could not be written, and why, one line each.
@@ -146,7 +144,7 @@ class Checkpointer:
             _log.warning("%s", text)
 
     def steps(self) -> list[int]:
-        """Steps of the existing checkpoints, oldest first."""
+        """Steps of the existing checkpoints, oldest first; raises as `format.names_in` does."""
         return files.steps_in(self.directory)
 
     def read(self, step: int) -> Checkpoint:
@@ -163,7 +161,7 @@ class Checkpointer:
           below: Looks only at checkpoints of steps below this one.
 
         Raises:
-          CheckpointError: The file system cannot read a checkpoint, whose content may be intact.
+          CheckpointError: The file system cannot list the checkpoints, or read one, whose content may be intact.
         """
         for step in reversed(self.steps()):
             if below is not None and step >= below:
@@ -227,8 +225,11 @@ class Checkpointer:
                 f"the {what} could not be written ({why}), and --on_checkpoint_error=fail makes that an error. Older "
                 f"checkpoints in {self.directory} are untouched; make room there, or use --on_checkpoint_error=warn."
             ) from error
-        newest = max(self.steps(), default=None)
-        state = "there is none yet" if newest is None else f"the newest is of step {newest}"
+        try:
+            newest = max(self.steps(), default=None)
+            state = "there is none yet" if newest is None else f"the newest is of step {newest}"
+        except CheckpointError:
+            state = "they cannot be listed"
         self.warn(f"{what} could not be written ({why}); training continues. Checkpoints: {state}")
 
     def _write_best(self, step: int) -> None:
@@ -236,7 +237,7 @@ class Checkpointer:
         try:
             files.write_file(temporary, files.seal({"step": step}))
             os.replace(temporary, self.directory / _BEST)
-            files.sync_directory(self.directory)
+            staging.flush_names(_BEST, self.directory)
             self._spared = set()
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -248,7 +249,12 @@ class Checkpointer:
     def _remove_old(self, written: int) -> None:
         best = _best_step(self.directory)
         kept = {written, self._candidate, best if isinstance(best, int) else None, *self._spared}
-        for step in self.steps()[: -self._keep]:
+        try:
+            steps = self.steps()
+        except CheckpointError as error:  # the new one is written: more of them than needed are no reason to end a run
+            self.warn(f"older checkpoints stay: {error}")
+            return
+        for step in steps[: -self._keep]:
             if step not in kept:
                 staging.remove(self.directory / files.directory_name(step))
 
@@ -261,6 +267,7 @@ def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.
       warn: Called with one line if that checkpoint is damaged and another is used.
 
     Raises:
+      CheckpointError: The checkpoints cannot be listed.
       ValueError: There are checkpoints, and all are damaged.
     """
     directory = pathlib.Path(workdir) / "checkpoints"
@@ -290,12 +297,16 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def has_any(workdir: str | os.PathLike[str]) -> bool:
-    """Whether a workdir holds a checkpoint."""
+    """Whether a workdir holds a checkpoint; raises as `format.names_in` does."""
     return bool(files.steps_in(pathlib.Path(workdir) / "checkpoints"))
 
 
 def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """The configuration in the newest checkpoint of a workdir, or None if there is none."""
+    """The configuration in the newest checkpoint of a workdir, or None if there is none.
+
+    Raises:
+      CheckpointError: The checkpoints cannot be listed.
+    """
     directory = pathlib.Path(workdir) / "checkpoints"
     for step in reversed(files.steps_in(directory)):
         try:

@@ -47,6 +47,7 @@ from tfpar.checkpoint.arrays import (
     index_of,
     read_arrays,
 )
+from tfpar.config.errors import TrainingError
 
 import numpy as np
 
@@ -65,6 +66,10 @@ _LARGEST_MANIFEST = 1 << 29
 _LARGEST_NUMBER = 1 << 62
 _SEAL = 65  # characters of a SHA-256 and the end of its line
 _CHUNK = 1 << 22
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written, with `on_error` `fail`; or existing ones cannot be listed or read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +125,31 @@ def exchange_name(worker: int) -> str:
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints in a directory, the oldest first. Does not read their contents."""
+    """Steps of the checkpoints in a directory, the oldest first. Does not read their contents; raises as `names_in`."""
     found = []
-    for path in directory.glob(f"{_PREFIX}*"):
-        number = path.name[len(_PREFIX) :]
-        if number.isdecimal() and path.name == directory_name(int(number)) and path.is_dir():
+    for name, is_folder in names_in(directory).items():
+        number = name.removeprefix(_PREFIX)
+        if is_folder and number.isdecimal() and name == directory_name(int(number)):
             found.append(int(number))
     return sorted(found)
+
+
+def names_in(directory: pathlib.Path) -> dict[str, bool]:
+    """Names in a directory of checkpoints, and whether each is a directory; empty if there is no such directory.
+
+    Raises:
+      CheckpointError: It cannot be listed. Nobody knows then whether it holds checkpoints.
+    """
+    try:
+        with os.scandir(directory) as entries:  # `Path.glob` hides errors: there would seem to be no checkpoint
+            return {entry.name: entry.is_dir() for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {directory} cannot be listed ({error.strerror}). There may be some, so no run starts "
+            "from the beginning there. Start again once the directory can be read, or name another --workdir."
+        ) from error
 
 
 # Writing.

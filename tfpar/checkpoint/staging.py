@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import pathlib
 import shutil
@@ -26,13 +27,14 @@ from collections.abc import Mapping, Sequence
 
 from tfpar.checkpoint import format as files
 from tfpar.checkpoint.arrays import digest_in, write_arrays
-from tfpar.checkpoint.format import Checkpoint
+from tfpar.checkpoint.format import Checkpoint, CheckpointError
 
 import numpy as np
 
 _PARTIAL, _REPLACED, _REMOVED, _FAILED = ".partial", ".replaced", ".removed", ".failed"
 _PEER_WAIT_SECONDS = 120.0
 _SLACK_BYTES = 1 << 16  # manifest, directories, and the overhead of the file system
+_log = logging.getLogger(__name__)
 
 
 def write(
@@ -120,7 +122,7 @@ def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, name: str, dige
     Returns:
       Whether the new checkpoint has the file now.
     """
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError, ValueError, IndexError, CheckpointError):
         path = directory / files.directory_name(files.steps_in(directory)[-1])
         manifest, file = files.read_manifest(path), path / name
         if digest_in(file) == digest and files.fingerprint(file) == manifest["files"].get(name):
@@ -130,8 +132,12 @@ def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, name: str, dige
 
 
 def tidy(directory: pathlib.Path) -> None:
-    """Finishes or undoes the write during which an earlier process of this run was killed. For worker 0."""
-    for replaced in directory.glob(f".step-*{_REPLACED}"):
+    """Finishes or undoes the write during which an earlier process of this run was killed. For worker 0.
+
+    Raises:
+      CheckpointError: The directory cannot be listed, so a checkpoint may be there that has not got its name back.
+    """
+    for replaced in _all_hidden(directory, _REPLACED):
         target = directory / replaced.name[1 : -len(_REPLACED)]
         if target.exists():
             remove(replaced)
@@ -139,7 +145,7 @@ def tidy(directory: pathlib.Path) -> None:
             with contextlib.suppress(OSError):
                 os.rename(replaced, target)
     for kind in (_PARTIAL, _REMOVED):
-        for leftover in directory.glob(f".step-*{kind}"):
+        for leftover in _all_hidden(directory, kind):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -164,6 +170,11 @@ def _hidden(path: pathlib.Path, kind: str) -> pathlib.Path:
     return path.with_name(f".{path.name}{kind}")
 
 
+def _all_hidden(directory: pathlib.Path, kind: str) -> list[pathlib.Path]:
+    """The hidden directories of a kind; raises as `format.names_in` does."""
+    return [directory / name for name in files.names_in(directory) if name.startswith(".step-") and name.endswith(kind)]
+
+
 def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
     """Removes the files of peers for earlier steps and attempts that were never completed; peers may already be writing
     the next one."""
@@ -171,9 +182,10 @@ def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
     def order(path: pathlib.Path) -> list[tuple[int, str]]:
         return [(len(number), number) for number in path.name.removesuffix(_PARTIAL).split(".")]
 
-    for path in directory.glob(f".step-*{_PARTIAL}"):
-        if order(path) < order(partial):
-            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(CheckpointError):  # what is stale takes room, and is in nobody's way
+        for path in _all_hidden(directory, _PARTIAL):
+            if order(path) < order(partial):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_space(directory: pathlib.Path, contents: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -199,10 +211,28 @@ def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
         if again:
             os.rename(replaced, target)
         raise
-    files.sync_directory(directory)
-    files.sync_directory(directory.parent)  # of the first checkpoint, the directory itself is new
+    flush_names(target.name, directory, directory.parent)  # of the first checkpoint, the directory itself is new
     if again:
         remove(replaced)
+
+
+def flush_names(name: str, *directories: pathlib.Path) -> None:
+    """Flushes the names in directories to the disk once a file or directory has its own; a failure is a warning.
+
+    What is written is there, and whole, for whoever looks for it: to call it unwritten would be wrong.
+
+    Args:
+      name: What was put in place.
+      directories: The one where it is, and those above it that may be new.
+    """
+    for directory in directories:
+        try:
+            files.sync_directory(directory)
+        except OSError as error:
+            _log.warning(
+                "%s is written, but %s cannot be flushed (%s): a power failure within the next seconds may undo it",
+                *(name, directory, reason(error)),
+            )
 
 
 def _is_exchange(name: str) -> bool:

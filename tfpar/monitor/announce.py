@@ -9,6 +9,7 @@ from tfpar import models
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint.export import why_not_saved
 from tfpar.config import ConfigError
+from tfpar.checkpoint.format import CheckpointError
 from tfpar.config.sections.outer import AUTO
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples
@@ -230,8 +231,10 @@ def report_stopped(info: RunInfo, monitor: Monitor, step: int, *, preempted: boo
 def report_interrupted(info: RunInfo, monitor: Monitor) -> None:
     """Prints from which checkpoint a run can resume that Ctrl-C has ended."""
     workdir = info.config.checkpoint.workdir
-    newest = max(checkpoint_format.steps_in(pathlib.Path(workdir) / "checkpoints"), default=None) if workdir else None
-    if newest is not None:
+    newest = _newest(workdir) if workdir else None
+    if isinstance(newest, CheckpointError):
+        hint = str(newest)
+    elif newest is not None:
         hint = f"the newest checkpoint is of step {newest}; run the same command again to resume there"
     elif workdir:
         hint = "there is no checkpoint yet, so another start begins at step 0"
@@ -244,8 +247,19 @@ def _resume_hint(workdir: str, step: int) -> str:
     """What another start would find."""
     if not workdir:
         return "without --workdir nothing is kept, so another start begins at step 0"
-    newest = max(checkpoint_format.steps_in(pathlib.Path(workdir) / "checkpoints"), default=None)
+    newest = _newest(workdir)
+    if isinstance(newest, CheckpointError):
+        return str(newest)
     if newest is None:
         return "no checkpoint could be saved, so another start begins at step 0"
     failed = "" if newest >= step else f"step {step} could not be saved, "
     return f"{failed}the newest checkpoint is of step {newest}; start again to resume there"
+
+
+def _newest(workdir: str) -> int | CheckpointError | None:
+    """The step of the newest checkpoint; the error if nobody knows: what a run says at its end must not hide how it
+    ended."""
+    try:
+        return max(checkpoint_format.steps_in(pathlib.Path(workdir) / "checkpoints"), default=None)
+    except CheckpointError as error:
+        return error
