@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
+import pathlib
 
 from tests.checkpoint import small_disk
+from tests.training.trainers import source, trainer_of
 from tfpar.config import ExperimentConfig
 from tfpar.monitor import options_record
 from tfpar.monitor.metrics_table import MetricsTable
@@ -95,4 +98,39 @@ def test_a_full_disk_does_not_end_the_training(tmp_path, messages):
             table.append("train", step, {"loss": 1.0})
         assert table.failures == ["metrics.csv: No space left on device"]
         assert options_record.write_config(disk, "x", {"seed": 1}) == ["config.yaml: No space left on device"]
-    assert [message.partition(" cannot")[0] for message in messages] == ["WARNING: metrics.csv", "WARNING: config.yaml"]
+        MetricsTable(disk).begin(1)  # which writes the file again
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "metrics.csv"]  # nothing takes room in vain
+    assert [message.partition(" cannot")[0] for message in messages] == [
+        "WARNING: metrics.csv",
+        "WARNING: config.yaml",
+        "WARNING: metrics.csv",
+    ]
+
+
+def test_options_that_are_not_valid_text_are_recorded_with_escapes(tmp_path):
+    """Python gives bytes of a path that are no UTF-8, as in names of Latin-1, as surrogates."""
+    options = {"dataset": f"images:{os.fsdecode(bytes([0x63, 0xE9]))}", "log_every": 1}
+    config = ExperimentConfig.from_flat_dict(options)
+    monitor = Monitor(str(tmp_path), is_chief=True, config=config, total_steps=1)
+    with monitor.session():
+        monitor.begin(0)
+        monitor.on_steps(1, np.ones(1), np.full([1, 6], 0.1), {})
+        monitor.table("input", {"folder": options["dataset"]})
+    assert monitor.failures == []
+    text = (tmp_path / "config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["dataset"] == options["dataset"]
+    assert options_record.trial_of(tmp_path).endswith("dataset=images:c\\udce9")
+    events = b"".join(path.read_bytes() for path in tmp_path.glob("*/events*"))
+    assert events.count(b"images:c\\udce9") == 4  # the configuration, the trial, its option, and the table
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "eval", "metrics.csv", "train"]
+
+
+def test_a_run_in_a_directory_whose_name_is_not_valid_text(tmp_path):
+    workdir = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
+    summary = trainer_of(workdir=workdir, schedule="constant").fit(source(), steps=2, validation=source())
+    assert summary["failed_writes"] == summary["failed_checkpoints"] == []
+    left = {path.name for path in pathlib.Path(workdir).iterdir()}
+    assert {"checkpoints", "config.yaml", "eval", "metrics.csv", "model.keras", "summary.json", "train"} < left
+    assert not any(name.startswith(".") for name in left - {".lock"})
+    options = {"workdir": workdir, "schedule": "constant"}
+    assert trainer_of(**options).fit(source(), steps=3)["steps"] == 3

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import errno
 import logging
 import os
@@ -29,6 +28,7 @@ from tfpar.checkpoint import staging
 from tfpar.checkpoint.arrays import SavedArrays
 from tfpar.checkpoint.format import FORMAT, Checkpoint, CheckpointError, read
 from tfpar.checkpoint.staging import reason
+from tfpar.process.whole_files import replace_file
 
 import numpy as np
 
@@ -233,15 +233,11 @@ class Checkpointer:
         self.warn(f"{what} could not be written ({why}); training continues. Checkpoints: {state}")
 
     def _write_best(self, step: int) -> None:
-        temporary = self.directory / f".{_BEST}"
         try:
-            files.write_file(temporary, files.seal({"step": step}))
-            os.replace(temporary, self.directory / _BEST)
+            replace_file(self.directory / _BEST, files.seal({"step": step}))
             staging.flush_names(_BEST, self.directory)
             self._spared = set()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             # The file still names the previous best, which therefore stays. This one must stay too, for this run.
             self._spared = {*self._spared, step}
             self._failed(f"{_BEST} of step {step}", f"{_BEST} (step {step} is the best)", error)

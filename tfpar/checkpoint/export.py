@@ -15,12 +15,12 @@ import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tfpar.checkpoint.format import sync_directory
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.parallel.held import held_by
 from tfpar.parallel.split import shape_of, split_of, whole_blocks
 from tfpar.process.memory import return_freed_memory
 from tfpar.process.safe_write import shortened
+from tfpar.process.whole_files import sync_directory
 
 import keras
 import numpy as np

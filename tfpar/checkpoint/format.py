@@ -27,7 +27,6 @@ the directory, and a value of a wrong type counts as damage.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -48,6 +47,7 @@ from tfpar.checkpoint.arrays import (
     read_arrays,
 )
 from tfpar.config.errors import TrainingError
+from tfpar.process.whole_files import sync_directory, write_file
 
 import numpy as np
 
@@ -186,35 +186,6 @@ def digest_of(arrays: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> st
         digest.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape} {place}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def write_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file and flushes it to the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file atomically: its name leads to the old content or to the new one, which is flushed before."""
-    temporary = path.with_name(f".{path.name}")
-    try:
-        write_file(temporary, content)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # it may be what fills the disk
-        raise
-
-
-def sync_directory(path: pathlib.Path) -> None:
-    """Flushes the names in a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def seal(content: Mapping[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from tfpar.checkpoint import format as files
 from tfpar.checkpoint.arrays import digest_in, write_arrays
 from tfpar.checkpoint.format import Checkpoint, CheckpointError
+from tfpar.process.whole_files import sync_directory
 
 import numpy as np
 
@@ -227,7 +228,7 @@ def flush_names(name: str, *directories: pathlib.Path) -> None:
     """
     for directory in directories:
         try:
-            files.sync_directory(directory)
+            sync_directory(directory)
         except OSError as error:
             _log.warning(
                 "%s is written, but %s cannot be flushed (%s): a power failure within the next seconds may undo it",

@@ -21,6 +21,7 @@ from tfpar.config.errors import TrainingError
 from tfpar.guards.batches import BatchIndex
 from tfpar.process.exit_codes import BAD_NUMBERS
 from tfpar.process.listing import listed
+from tfpar.process.whole_files import replace_file
 
 import numpy as np
 
@@ -215,9 +216,7 @@ def write_list(
     path = pathlib.Path(workdir) / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{FILE}")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(temporary, path)
+        replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
     except OSError:
         pass
 

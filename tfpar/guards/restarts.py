@@ -9,6 +9,8 @@ import pathlib
 import time
 from typing import Any
 
+from tfpar.process.whole_files import replace_file
+
 _NAME = "restarts.json"
 _OLD_NAME = "starts.json"  # until version 0.1.0; read if there is no file with the new name
 _WRITE_SECONDS = 0.25
@@ -79,10 +81,8 @@ class RestartLog:
             return
         assert self._path is not None
         self._written = time.monotonic()
-        temporary = self._path.with_name(f".{_NAME}.partial")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(self._state) + "\n")
-            os.replace(temporary, self._path)
+            replace_file(self._path, (json.dumps(self._state) + "\n").encode(), flush=False)
 
 
 def launcher_restarts() -> int:

@@ -12,13 +12,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.checkpoint.format import replace_file
 from tfpar.config import ExperimentConfig
 from tfpar.incremental import results
 from tfpar.incremental.checks import incremental_of
 from tfpar.incremental.tasks import Task
 from tfpar.monitor.summary import command_of
 from tfpar.monitor.tensorboard import EventFiles
+from tfpar.process.whole_files import replace_file
 
 import numpy as np
 

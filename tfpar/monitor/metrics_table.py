@@ -10,6 +10,8 @@ import pathlib
 import time
 from collections.abc import Mapping
 
+from tfpar.process.whole_files import replace_file
+
 FILE = "metrics.csv"
 _FIRST = ("step", "run", "seconds")
 _log = logging.getLogger(__name__)
@@ -81,10 +83,8 @@ class MetricsTable:
         columns = [*_FIRST, *(name for name in self._columns if name not in _FIRST)]
         self._columns = columns
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_name(f".{self._path.name}.new")
         header = dict(zip(columns, columns, strict=True))
-        beside.write_text(self._lines([header, *rows]), encoding="utf-8", newline="")
-        beside.replace(self._path)
+        replace_file(self._path, self._lines([header, *rows]).encode())
 
     def _lines(self, rows: list[dict[str, str]]) -> str:
         text = io.StringIO()

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfpar.config.experiment import every_field
+from tfpar.process.safe_write import escaped
+from tfpar.process.whole_files import replace_file
 
 FILE = "config.yaml"
 _TRIAL = "# trial: "
@@ -45,7 +47,7 @@ def hparams(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain(value: Any) -> str | bool | int | float:
     """A value that the tab HPARAMS can show."""
-    return value if isinstance(value, (str, bool, int, float)) else str(value)
+    return value if isinstance(value, (bool, int, float)) else escaped(str(value))
 
 
 def new_trial(options: Mapping[str, Any]) -> str:
@@ -91,9 +93,8 @@ def write_config(workdir: str | os.PathLike[str], trial: str, options: Mapping[s
     path = pathlib.Path(workdir) / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{FILE}.new")
-        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        beside.replace(path)
+        # A path need not be valid UTF-8: Python keeps such bytes as surrogates, which no text file holds.
+        replace_file(path, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
     except OSError as error:
         _log.warning("%s cannot be written (%s); training continues without it", FILE, error.strerror)
         return [f"{FILE}: {error.strerror}"]

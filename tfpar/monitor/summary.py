@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.export import export_model, in_one_line
@@ -22,6 +21,7 @@ from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome, stopping_option
 from tfpar.parallel.split import whole_blocks, whole_elements
+from tfpar.process.whole_files import replace_file
 
 import keras
 import numpy as np
@@ -181,7 +181,7 @@ def _is_disk_error(error: BaseException | None) -> bool:
 
 def _write_summary(path: pathlib.Path, content: dict[str, Any]) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    checkpoint_format.replace_file(path / SUMMARY, (json.dumps(_finite(content), indent=2) + "\n").encode())
+    replace_file(path / SUMMARY, (json.dumps(_finite(content), indent=2) + "\n").encode())
 
 
 def _finite(value: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfpar.monitor import options_record, tags
+from tfpar.process.safe_write import escaped
 
 import numpy as np
 import tensorflow as tf
@@ -91,7 +92,8 @@ class EventFiles:
 
     def markdown(self, tag: str, text: str, step: int = 0) -> None:
         """Writes text in markdown."""
-        self._write("train", lambda: tf.summary.text(tag, text, step=step))
+        shown = escaped(text)
+        self._write("train", lambda: tf.summary.text(tag, shown, step=step))
 
     def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         """Writes the distributions of several arrays, by tag, as one event."""
@@ -161,10 +163,10 @@ class EventFiles:
     def _writer(self, run: str) -> tf.summary.SummaryWriter:
         if not self._writers:
             for name in ("train", "eval"):
-                path = os.path.join(self.directory, name)
+                path = os.fsencode(os.path.join(self.directory, name))  # its bytes, which may be no UTF-8
                 self._writers[name] = tf.summary.create_file_writer(path, flush_millis=_FLUSH_MILLISECONDS)
             with self._writers["train"].as_default():
-                tf.summary.text("configuration", options_record.markdown(self._options), step=0)
+                tf.summary.text("configuration", escaped(options_record.markdown(self._options)), step=0)
                 tf.summary.text("what_charts_show", tags.table(), step=0)
                 tf.summary.experimental.write_raw_pb(tags.layout(self._workers).SerializeToString(), step=0)
             with self._writers["eval"].as_default():

@@ -52,6 +52,11 @@ def shortened(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
+def escaped(text: str) -> str:
+    """A text with escapes in place of what UTF-8 cannot encode, such as bytes of a path that is no text."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _empty() -> None:
     """Flushes the streams before Python does, which turns a failure into exit code 120."""
     for stream in _full:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from tfpar.checkpoint import format as files
+from tfpar.process.whole_files import sync_directory, write_file
 
 NEWEST = "newest"  # a link to the newest version
 
@@ -54,10 +54,10 @@ class Exports:
             except OSError:  # the file system does not support links
                 with open(shutil.copyfile(self._model, temporary / self._model.name), "rb") as copy:
                     os.fsync(copy.fileno())
-            files.write_file(temporary / "about.json", (json.dumps(about, indent=1) + "\n").encode())
-            files.sync_directory(temporary)
+            write_file(temporary / "about.json", (json.dumps(about, indent=1) + "\n").encode())
+            sync_directory(temporary)
             os.rename(temporary, target)
-            files.sync_directory(self._directory)
+            sync_directory(self._directory)
         link = self._directory / f".{NEWEST}"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.config import ConfigError
+from tfpar.process.whole_files import replace_file, sync_directory
 from tfpar.process.writable import write_reason
 
 _FORMAT, _OLD_FORMAT = 2, 1
@@ -240,15 +241,8 @@ class Journal:
     def _create(self, content: bytes) -> None:
         """Writes the file atomically, also in place of that of an earlier version."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{NAME}")
-        with open(temporary, "wb") as stream:
-            _write(stream, content)
-        os.replace(temporary, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(self._path, content)
+        sync_directory(self._path.parent)
         self._length = len(content)
         self._path.with_name(OLD_NAME).unlink(missing_ok=True)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.export import export_model
-from tfpar.checkpoint.format import replace_file
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 from tfpar.optim.pure_update import pure_apply
@@ -32,6 +31,7 @@ from tfpar.outer.federated.round import ClientRound
 from tfpar.outer.federated.sampling import Sampling, local_order
 from tfpar.outer.federated.server import Averaging
 from tfpar.outer.federated.trainer import FederatedTrainer, reads_whole_batches
+from tfpar.process.whole_files import replace_file
 from tfpar.training.seeds import fold_in, step_seed
 
 import keras
