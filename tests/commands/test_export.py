@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+import re
 
 from tests.commands.test_cli import tfpar
 from tfpar.commands import export
 from tfpar.config import ConfigError, ExperimentConfig, InputConfig
 from tfpar.config.errors import TrainingError
-from tfpar.inputs import build_source
+from tfpar.inputs import BadRecordError, build_source
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from PIL import Image
 
 pytestmark = pytest.mark.without_keras
 
@@ -86,6 +89,55 @@ def test_the_check_reads_what_the_run_held_out(tmp_path, monkeypatch):
     of_seed = [build_source(InputConfig(dataset="synthetic:4x6x1:3:64"), "validation", seed) for seed in (0, 7)]
     first = [source.fetch(tf.range(5, dtype=tf.int64))[0].numpy() for source in of_seed]
     assert [np.array_equal(x, each) for each in first] == [False, True]
+
+
+@pytest.fixture
+def damaged(tmp_path) -> InputConfig:
+    """A folder of images that are all held out, one of which is no image."""
+    for name in ("blue", "red"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            Image.new("RGB", (6, 6), name).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "blue" / "1.png").write_bytes(b"no image")
+    return InputConfig(dataset=f"images:{tmp_path}", image_size=6, validation_fraction=0.9)
+
+
+@pytest.mark.parametrize("cache", ["none", "auto"])
+def test_a_bad_example_that_is_skipped_is_not_checked(damaged, cache):
+    source = build_source(dataclasses.replace(damaged, cache=cache, on_bad_record="skip"), "validation")
+    x = export._held_out(source, source.info.num_examples)
+    assert len(x) == source.info.num_examples - 1
+    assert x.max(axis=(1, 2, 3)).tolist() == [1.0] * len(x)  # an example in its place would be black
+
+
+@pytest.mark.parametrize("cache", ["none", "auto"])
+def test_a_bad_example_ends_the_check_and_is_named(damaged, cache):
+    with pytest.raises(BadRecordError, match=r"blue/1.png' cannot be read.*--on_bad_record=skip"):
+        export._held_out(build_source(dataclasses.replace(damaged, cache=cache), "validation"), 64)
+
+
+def test_nothing_to_check_on_is_refused(damaged, tmp_path):
+    for path in tmp_path.glob("*/*.png"):
+        path.write_bytes(b"no image")
+    source = build_source(dataclasses.replace(damaged, on_bad_record="skip", cache="none"), "validation")
+    with pytest.raises(ConfigError, match=r"--examples=3: the first 3 held-out examples of --dataset=.* all bad"):
+        export._held_out(source, 3)
+
+
+OWN = {
+    "export": {"examples", "format", "model_file", "output", "tolerance"},
+    "play": {"env", "episodes", "model_file", "seed"},
+}
+# Which examples a run held out, and how they are read. The error for a model of no run names some of these.
+HELD_OUT = {"crop", "data_dir", "dataset", "image_size", "resize", "seed", "sequence_length", "validation_fraction"}
+HELD_OUT |= {"cache", "on_bad_record", "tf32", "verbose"}
+
+
+@pytest.mark.parametrize(("command", "options"), [("export", HELD_OUT), ("play", set())])
+def test_flags_are_those_that_have_an_effect(command, options):
+    shown = tfpar(command, "--help").stdout
+    flags = set(re.findall(r"^  --(?:\[no\])?(\w+)", shown, re.MULTILINE))
+    assert flags == OWN[command] | options | {"tensorflow_log"}
 
 
 def test_a_negative_tolerance_is_refused_at_once():

@@ -13,6 +13,7 @@ ONNX needs the packages of `pip install tfpar[onnx]`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -29,8 +30,17 @@ from tfpar.process.writable import unwritable, write_reason
 from absl import flags as absl_flags
 
 if TYPE_CHECKING:
+    from tfpar import inputs
+
     import keras
     import numpy as np
+
+
+# Which examples are held out, and how they are read. The rest of these sections has no effect.
+_OPTIONS = (
+    *("dataset", "data_dir", "sequence_length", "validation_fraction", "image_size", "resize", "crop", "cache"),
+    *("on_bad_record", "tf32", "seed", "verbose", "tensorflow_log"),
+)
 
 
 def run(argv: Sequence[str] | None = None, program: str = "") -> None:
@@ -40,7 +50,7 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
       argv: The command line; `sys.argv` by default.
       program: How a user calls it; see `flags.run`.
     """
-    flags.define(sections=["input", "precision", "monitor"])
+    flags.define(sections=["input", "precision", "train", "monitor"], options=_OPTIONS)
     absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
     absl_flags.DEFINE_enum("format", "saved_model", ["saved_model", "onnx"], "What to write.")
     absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")
@@ -74,7 +84,6 @@ def onnx(path: pathlib.Path) -> Callable[[np.ndarray], list[np.ndarray]]:
 def _loaded(config: ExperimentConfig, model_file: str, examples: int) -> tuple[keras.Model, np.ndarray]:
     """The model, and inputs to check its export on: held-out examples, or random observations for a policy."""
     import numpy as np
-    import tensorflow as tf
 
     if play.trained_in(model_file):
         tfpar.initialize(config)
@@ -82,6 +91,8 @@ def _loaded(config: ExperimentConfig, model_file: str, examples: int) -> tuple[k
         shape = [examples, *policy.inputs[0].shape[1:]]
         return policy, np.random.default_rng(0).normal(size=shape).astype(np.float32)
     config = tfpar.examples_of_run(config, model_file, flags.is_given)
+    # No batch is trained on, so none need be divisible by the number of replicas.
+    config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
     source = tfpar.inputs.build_source(config.input, "validation", config.train.seed)
     if not source.info.num_examples:
         raise ConfigError(
@@ -90,7 +101,37 @@ def _loaded(config: ExperimentConfig, model_file: str, examples: int) -> tuple[k
         )
     tfpar.initialize(config)
     model = tfpar.load_model(model_file, tfpar.task_spec(source))
-    return model, source.fetch(tf.range(min(examples, source.info.num_examples), dtype=tf.int64))[0].numpy()
+    return model, _held_out(source, examples)
+
+
+def _held_out(source: inputs.Source, examples: int) -> np.ndarray:
+    """Inputs of the first examples of a source; without the bad ones if these are skipped.
+
+    Args:
+      source: Has examples.
+      examples: How many to read at most.
+
+    Raises:
+      ConfigError: An example is bad, and `on_bad_record` is `fail`; or all are.
+      TrainingError: One could not be read at first.
+    """
+    from tfpar.inputs.bad_records import diagnose_read_error, fetch_with_mask
+
+    import tensorflow as tf
+
+    count = min(examples, source.info.num_examples)
+    # In a graph: read eagerly, the parts of a batch, which tf.data maps, are a warning of TensorFlow 2.21.
+    read = tf.function(lambda indices: fetch_with_mask(source, indices), autograph=False)
+    x, _, usable = read(tf.range(count, dtype=tf.int64))
+    kept = usable.numpy()
+    if not kept.all() and not source.skip:
+        raise diagnose_read_error(source, (~kept).nonzero()[0].tolist())
+    if not kept.any():
+        raise ConfigError(
+            f"--examples={examples}: the first {count} held-out examples of --dataset={source.info.name} are all bad, "
+            "and the export is checked on them. Take more, or repair them."
+        )
+    return x.numpy()[kept]
 
 
 def _difference(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:

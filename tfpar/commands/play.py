@@ -28,7 +28,7 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
       argv: The command line; `sys.argv` by default.
       program: How a user calls it; see `flags.run`.
     """
-    flags.define(sections=["monitor"])
+    flags.define(sections=["monitor"], options=["tensorflow_log"])  # the others are about training
     absl_flags.DEFINE_string("model_file", "", "The .keras file of the policy.")
     absl_flags.DEFINE_string(
         "env",
