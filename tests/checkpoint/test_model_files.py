@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import zipfile
 
 from tfpar import models
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.checkpoint.export import export_model
-from tfpar.checkpoint.model_files import examples_of_run, unloadable_parts
+from tfpar.checkpoint.model_files import examples_of_run, load_model, unloadable_parts
 from tfpar.config import ConfigError, ExperimentConfig
 
 import keras
@@ -140,3 +142,62 @@ def test_a_model_of_a_program_is_evaluated_on_what_is_given(tmp_path):
     with pytest.raises(ConfigError, match=r"had examples of a program's own.* If only a program has"):
         examples_of_run(plain, path, lambda name: False)
     assert examples_of_run(plain, path, lambda name: name == "dataset") == plain
+
+
+# Whether a model fits the examples
+
+
+SPEC = models.TaskSpec(task="classification", input_shape=(32, 32, 3), input_dtype="float32", num_classes=4)
+
+
+def images(*sizes: int | None, classes: int | None = 4) -> keras.Model:
+    inputs = [keras.Input((size, size, 3)) for size in sizes]
+    pooled = [layers.GlobalAveragePooling2D()(each) for each in inputs]
+    return keras.Model(inputs if len(sizes) > 1 else inputs[0], layers.Dense(classes)(sum(pooled)))
+
+
+def two_outputs() -> keras.Model:
+    made = images(32)
+    return keras.Model(made.inputs[0], [made.outputs[0], made.outputs[0] * 2.0])
+
+
+def saved(made: keras.Model, tmp_path) -> str:
+    made.save(tmp_path / "m.keras")
+    return str(tmp_path / "m.keras")
+
+
+@pytest.mark.parametrize("size", [32, None])
+def test_a_model_of_images_of_any_size_fits(size, tmp_path):
+    assert load_model(saved(images(size), tmp_path), SPEC).count_params() == 16
+
+
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [
+        (lambda: images(16), r"takes inputs \(16, 16, 3\) and gives 4 outputs; the data set has inputs \(32, 32, 3\)"),
+        (lambda: images(None, classes=5), r"takes inputs \(None, None, 3\) and gives 5 outputs; .* 4 classes"),
+        (
+            lambda: images(32, 32),
+            r"has a model with 2 x input and 1 x output; the data set has one input and one label",
+        ),
+        (two_outputs, r"has a model with 1 x input and 2 x output"),
+        (lambda: keras.Sequential([layers.Dense(4)]), r"inputs and outputs are not known before it is called"),
+    ],
+)
+def test_a_model_for_other_examples_is_refused(build, error, tmp_path):
+    with pytest.raises(ConfigError, match=rf"--model_file=.*m\.keras .*{error}"):
+        load_model(saved(build(), tmp_path), SPEC)
+
+
+@pytest.mark.parametrize("changed", [{"layers": 3}, {"output_layers": ["dense", 5, 5]}, {"output_layers": []}])
+def test_a_file_that_keras_stumbles_over_is_refused(changed, tmp_path):
+    path = saved(images(32), tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    model = json.loads(content["config.json"])
+    content["config.json"] = json.dumps({**model, "config": {**model["config"], **changed}}).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, value in content.items():
+            archive.writestr(name, value)
+    with pytest.raises(ConfigError, match=r"--model_file=.*m\.keras cannot be loaded: "):
+        load_model(path)

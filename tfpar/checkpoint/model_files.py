@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -121,20 +119,45 @@ def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "-
       flag: The flag that named the file, for errors.
 
     Raises:
-      ConfigError: No such file, not a `.keras` file, or a model for other examples.
+      ConfigError: No such file, not a `.keras` file, a damaged one, or a model for other examples.
     """
     check_model_file(path, flag=flag)
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
-    except (ValueError, TypeError, KeyError, OSError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # Keras 3.15 does not check what it reads: a damaged file may raise anything
         raise ConfigError(f"{flag}={path} cannot be loaded: {error}") from error
     if spec is not None:
-        shape = tuple(model.inputs[0].shape[1:])
-        classes = model.outputs[0].shape[-1]
-        if shape != spec.input_shape or classes != spec.num_classes:
-            raise ConfigError(
-                f"{flag}={path} takes inputs {shape} and gives {classes} outputs; the data set has inputs "
-                f"{spec.input_shape} and {spec.num_classes} classes. Give the --dataset it was trained on. (A "
-                "policy has none: leave it beside the checkpoints of its run.)"
-            )
+        _check_fits(model, spec, f"{flag}={path}")
     return model
+
+
+def _check_fits(model: keras.Model, spec: models.TaskSpec, named: str) -> None:
+    """Refuses a model for other examples; `None` in its shapes fits any number.
+
+    Args:
+      model: The model.
+      spec: What it must fit.
+      named: The flag and the file, for errors.
+    """
+    # A subclassed model has neither, and a Sequential model only once it is built.
+    takes, gives = getattr(model, "inputs", None), getattr(model, "outputs", None)
+    if not takes or not gives:
+        raise ConfigError(
+            f"{named} has a model whose inputs and outputs are not known before it is called (a subclassed one, or one "
+            "that was never built), so it cannot be compared with the data set. Call evaluate or export of "
+            "keras.saving.load_model(FILE) in a program."
+        )
+    if len(takes) > 1 or len(gives) > 1:
+        raise ConfigError(
+            f"{named} has a model with {len(takes)} x input and {len(gives)} x output; the data set has one input and "
+            "one label. Call evaluate or export of keras.saving.load_model(FILE) in a program. (A policy has no data "
+            "set: leave it beside the checkpoints of its run.)"
+        )
+    shape, classes = tuple(takes[0].shape[1:]), gives[0].shape[-1]
+    fits = tf.TensorShape(shape).is_compatible_with(spec.input_shape)
+    if not fits or classes not in (None, spec.num_classes):
+        raise ConfigError(
+            f"{named} takes inputs {shape} and gives {classes} outputs; the data set has inputs {spec.input_shape} and "
+            f"{spec.num_classes} classes. Give the --dataset it was trained on. (A policy has none: leave it beside "
+            "the checkpoints of its run.)"
+        )
