@@ -168,7 +168,7 @@ def test_a_file_system_that_does_not_answer_says_nothing_of_a_checkpoint(tmp_pat
 @pytest.mark.parametrize("mode", [0o311, 0o000])
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, look, mode):
     directory = save(tmp_path, 1, workers=1)
-    said = r"checkpoints in .*checkpoints cannot be listed \(Permission denied\).*Start again once .*another --workdir"
+    said = r"checkpoints in .*checkpoints cannot be listed \(Permission denied\).*Start again once .* another one"
     with permissions.of(directory, mode), pytest.raises(CheckpointError, match=said):
         look(tmp_path)
     assert Checkpointer(tmp_path).steps() == [1]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests import nursery
+from tests import nursery, permissions
 from tfpar.doctor import checks as checkup
 from tfpar.doctor import cli as doctor
 from tfpar.doctor.cli import FAIL, OK, WARN, Check
@@ -264,6 +264,13 @@ def test_data_dir_that_cannot_be_written() -> None:
     check = doctor.check_data_dir("/dev/null/data")
     assert (check.name, check.status) == ("data_dir", FAIL)
     assert "TFDS_DATA_DIR" in check.fix
+
+
+def test_data_dir_that_may_not_be_searched(tmp_path: Path) -> None:
+    with permissions.of(tmp_path, 0):
+        check = doctor.check_data_dir(str(tmp_path / "data"))
+    assert check.status == FAIL
+    assert check.detail == f"{tmp_path}/data cannot be written: Permission denied"
 
 
 def test_legacy_keras_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import os
 import pathlib
 import tempfile
 
-from tfpar.process.writable import unwritable, write_error, write_reason
+from tests import permissions
+from tfpar.process.writable import read_error, unwritable, write_error, write_reason
 
 import pytest
 
@@ -46,6 +47,20 @@ def test_a_directory_that_may_not_be_searched_is_named(tmp_path, monkeypatch):
     assert unwritable("--output", closed / "new" / "file") == (
         f"--output={closed}/new/file: {closed} cannot be written to (Permission denied). Name a writable directory."
     )
+
+
+def test_what_may_not_be_read_is_told_from_what_is_not_there(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "folder/file", "folder/file/below", "gone", "gone/too", "pipe"):
+        assert read_error(tmp_path / name) is None
+    for mode in (0o311, 0o644, 0):
+        with permissions.of(tmp_path / "folder", mode):
+            assert read_error(tmp_path / "folder").errno == errno.EACCES
+            assert (read_error(tmp_path / "folder" / "file") is None) == (mode == 0o311)
+    with permissions.of(tmp_path / "folder" / "file", 0):
+        assert read_error(tmp_path / "folder" / "file").errno == errno.EACCES
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,8 @@ def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the directory of one checkpoint."""
-    return (pathlib.Path(path) / files.MANIFEST).is_file()
+    # `Path.is_file` raises an error within a directory that may not be searched (Python 3.11).
+    return os.path.isfile(os.path.join(path, files.MANIFEST))
 
 
 def has_any(workdir: str | os.PathLike[str]) -> bool:

@@ -147,8 +147,8 @@ def names_in(directory: pathlib.Path) -> dict[str, bool]:
         return {}
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoints in {directory} cannot be listed ({error.strerror}). There may be some, so no run starts "
-            "from the beginning there. Start again once the directory can be read, or name another --workdir."
+            f"the checkpoints in {directory} cannot be listed ({error.strerror}). There may be some, so nothing "
+            "goes on as if there were none. Start again once the directory can be read, or name another one."
         ) from error
 
 

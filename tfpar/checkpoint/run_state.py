@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -265,13 +266,22 @@ def check_warm_start(source: str) -> None:
     """Refuses a path where there are no weights, before anything is started.
 
     Raises:
-      ConfigError: No run, no checkpoint and no `.keras` file there.
+      ConfigError: No run, no checkpoint and no `.keras` file there, or they may not be read.
     """
-    path = pathlib.Path(source)
-    if path.is_file() and path.suffix == ".keras":
+    if _is_model_file(source):
         check_model_file(source, flag="--warm_start")
-    elif not checkpointer.is_checkpoint(path) and not checkpointer.has_any(path):
+        return
+    try:
+        found = checkpointer.is_checkpoint(source) or checkpointer.has_any(source)
+    except checkpointer.CheckpointError as error:
+        raise ConfigError(f"--warm_start={source}: {error}") from error
+    if not found:
         raise _no_weights(source)
+
+
+def _is_model_file(source: str) -> bool:
+    # `Path.is_file` raises an error within a directory that may not be searched (Python 3.11).
+    return os.path.isfile(source) and pathlib.PurePath(source).suffix == ".keras"
 
 
 def _no_weights(source: str) -> ConfigError:
@@ -335,13 +345,15 @@ def _renamed(values: dict[str, np.ndarray], paths: list[str]) -> dict[str, np.nd
 
 def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray]:
     path = pathlib.Path(source)
-    if path.is_file() and path.suffix == ".keras":
+    if _is_model_file(source):
         loaded = load_model(source, flag="--warm_start")
         return by_occurrence(
             {name: each.numpy() for name, each in zip(names_of(loaded.weights), loaded.weights, strict=True)}
         )
     try:
         checkpoint = checkpointer.read(path) if checkpointer.is_checkpoint(path) else checkpointer.find(path, warn=say)
+    except checkpointer.CheckpointError as error:
+        raise ConfigError(f"--warm_start={source}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"--warm_start={source} is damaged ({error}). Name an older checkpoint directory.") from error
     if checkpoint is None:

@@ -16,7 +16,6 @@ import platform
 import shutil
 import socket
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -32,6 +31,7 @@ from tfpar.process.activity import activity
 from tfpar.process.command_line import Parser, end_with_reader, seconds_problem
 from tfpar.process.cores import cores
 from tfpar.process.memory import main_memory
+from tfpar.process.writable import nearest_existing, write_error
 
 _SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -101,14 +101,10 @@ def check_memory() -> Check:
 def check_data_dir(path: str) -> Check:
     """Whether the directory of the data sets can be written."""
     folder = Path(path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        return Check(
-            "data_dir", FAIL, f"{folder} cannot be written: {error.strerror}", "Give --data_dir, or set TFDS_DATA_DIR."
-        )
+    if found := write_error(folder):
+        detail = f"{folder} cannot be written: {found[1].strerror}"
+        return Check("data_dir", FAIL, detail, "Give --data_dir, or set TFDS_DATA_DIR.")
+    existing = nearest_existing(folder)
     free = shutil.disk_usage(existing).free
     detail = f"{folder}{'' if existing == folder else ' (does not exist yet)'}, {free / 2**30:.0f} GiB free"
     if free < 2**30:

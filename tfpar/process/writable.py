@@ -1,4 +1,5 @@
-"""Places that a program will write to: tried before its work, and what went wrong if writing fails all the same."""
+"""Places that a program will write to or read: tried before its work, and what went wrong if writing fails all the
+same."""
 
 from __future__ import annotations
 
@@ -22,14 +23,35 @@ def write_error(path: str | os.PathLike[str]) -> tuple[pathlib.Path, OSError] | 
     Returns:
       The directory that cannot be written to and the error of the system; None if all is well.
     """
-    path = pathlib.Path(path)
-    # `Path.exists` raises an error within a directory that may not be searched (Python 3.11).
-    existing = next(parent for parent in [path, *path.absolute().parents] if os.path.exists(parent))
+    existing = nearest_existing(path)
     try:
         with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
         return existing, error
+
+
+def nearest_existing(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path itself if it exists, otherwise the nearest directory above it that does."""
+    path = pathlib.Path(path)
+    # `Path.exists` raises an error within a directory that may not be searched (Python 3.11).
+    return next(parent for parent in [path, *path.absolute().parents] if os.path.exists(parent))
+
+
+def read_error(path: str | os.PathLike[str]) -> OSError | None:
+    """What keeps a file or directory from being read, or a directory from being searched; None if there is no such
+    path, or all is well.
+
+    `os.path.exists`, `os.path.isdir`, `glob` and `os.walk` cannot tell what is not there from what may not be seen.
+    """
+    for tried in (path, os.path.join(path, ".")):  # the latter takes the permission to search
+        try:
+            os.close(os.open(tried, os.O_RDONLY | os.O_NONBLOCK))  # a pipe has no writer yet
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            return error
+    return None
 
 
 def unwritable(flag: str, path: str | os.PathLike[str]) -> str | None:

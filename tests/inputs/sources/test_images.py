@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from tests import permissions
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source, locate_bad_example
@@ -97,6 +98,14 @@ def test_file_shards_read_each_example_once(folder):
         for _, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator()
     ]
     assert sum(weights) == 27
+
+
+def test_a_directory_that_may_not_be_read_is_not_called_missing(tmp_path):
+    folder = tmp_path / "private" / "images"
+    folder.mkdir(parents=True)
+    for closed, mode in ((folder.parent, 0), (folder, 0), (folder, 0o311), (folder, 0o644)):
+        with permissions.of(closed, mode), pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\)"):
+            build(folder)
 
 
 def test_unsuitable_directories_are_refused(tmp_path):

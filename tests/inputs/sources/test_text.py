@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+from tests import permissions
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source
@@ -105,6 +106,16 @@ def test_files_can_be_distributed_over_workers(folder):
         for x, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator():
             seen += [row.tobytes() for row in x[weight > 0]]
     assert sorted(seen) == sorted(row.tobytes() for row in fetch_all(source)[0])
+
+
+def test_files_that_may_not_be_seen_are_not_called_missing(tmp_path):
+    folder = tmp_path / "private" / "texts"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_bytes(bytes(1000))
+    said = r"--dataset=text:.*private.*: '.*private.*' cannot be read \(Permission denied\)"
+    for closed, path in ((folder.parent, folder), (folder.parent, folder / "a.txt"), (folder, folder)):
+        with permissions.of(closed, 0), pytest.raises(ConfigError, match=said):
+            build(path)
 
 
 def test_missing_and_short_files_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import memory, source
 from tfpar.inputs.source import Source, SourceInfo
+from tfpar.process.writable import read_error
 
 import numpy as np
 import tensorflow as tf
@@ -56,11 +57,16 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
       seed: Not used; the split does not depend on it.
 
     Raises:
-      ConfigError: The directory is missing, has no class folders, or holds no images; or the
+      ConfigError: The directory is missing or cannot be read, has no class folders, or holds no images; or the
         validation folder has a class that the training folder lacks.
     """
     name = f"images:{argument}"
     root = os.path.expanduser(argument)
+    if argument and (error := read_error(root)):
+        raise ConfigError(
+            f"--dataset={name}: the directory cannot be read ({error.strerror}). Give yourself the permission to list "
+            "it and to search it and those above it, or give another directory."
+        )
     if not argument or not os.path.isdir(root):
         raise ConfigError(f"--dataset={name}: no such directory. Give a directory with a folder of images per class.")
     if split == "train":

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import source
 from tfpar.inputs.source import Source, SourceInfo
+from tfpar.process.writable import read_error
 
 import numpy as np
 import tensorflow as tf
@@ -39,7 +40,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
       seed: Not used; the split does not depend on it.
 
     Raises:
-      ConfigError: No file matches.
+      ConfigError: No file matches, or none can be seen.
     """
     root, names = _standard_library() if not argument else list_files(argument)
     name = f"text:{argument}" if argument else "text"
@@ -135,6 +136,11 @@ def list_files(argument: str, name: str = "") -> tuple[str, list[str]]:
             root = os.path.dirname(root)
         names = sorted(os.path.relpath(match, root or ".").replace(os.sep, "/") for match in paths)
     if not names:
+        if error := read_error(path):
+            raise ConfigError(
+                f"{name or f'--dataset=text:{argument}'}: {argument!r} cannot be read ({error.strerror}). Give "
+                "yourself the permission to read it and to search the directories above it, or name other files."
+            )
         if name:
             raise ConfigError(f"{name}: no file matches {argument!r}. Correct the path or the pattern.")
         raise ConfigError(
