@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import pathlib
 
@@ -10,10 +11,12 @@ from tests.checkpoint import small_disk
 from tests.training.trainers import source, trainer_of
 from tfpar.config import ExperimentConfig
 from tfpar.monitor import options_record
+from tfpar.monitor import summary as results
 from tfpar.monitor.metrics_table import MetricsTable
 from tfpar.monitor.monitor import Monitor
 
 import numpy as np
+import pytest
 import yaml
 
 
@@ -134,3 +137,29 @@ def test_a_run_in_a_directory_whose_name_is_not_valid_text(tmp_path):
     assert not any(name.startswith(".") for name in left - {".lock"})
     options = {"workdir": workdir, "schedule": "constant"}
     assert trainer_of(**options).fit(source(), steps=3)["steps"] == 3
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null", "{", "[" * 100_000])
+def test_a_summary_that_is_none_is_not_read(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    assert results.read_summary(str(tmp_path)) is None
+    assert results.previous_summary(str(tmp_path), 1) is None
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda content: [content], lambda content: {**content, "failed_writes": 3, "eval": 1}]
+)
+def test_a_summary_that_somebody_has_edited_ends_no_run(tmp_path, edit):
+    options = {"workdir": str(tmp_path), "schedule": "constant"}
+    trainer_of(**options).fit(source(), steps=2)
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    assert trainer_of(**options).fit(source(), steps=2)["steps"] == 2
+
+
+@pytest.mark.parametrize("cell", ["²", "", "-1", "2.5", "x", "9" * 5000])
+def test_a_row_that_somebody_has_edited_ends_no_run(tmp_path, cell):
+    (tmp_path / "metrics.csv").write_text(f"step,run,seconds\n1,train,5\n{cell},train,6\n", encoding="utf-8")
+    MetricsTable(tmp_path).begin(3)
+    kept = ["1", cell] if len(cell) > 9 else ["1"]  # Python reads no number of so many digits: the table is left alone
+    assert [row["step"] for row in rows(tmp_path)] == kept

@@ -39,10 +39,10 @@ class MetricsTable:
     def begin(self, step: int) -> None:
         """Continues the table of a run that is resumed at `step`: later rows, which are made again, are removed."""
         try:
-            kept = [row for row in self._read() if (row["step"] or "").isdigit() and int(row["step"]) <= step]
+            kept = [row for row in self._read() if row["step"].isdecimal() and int(row["step"]) <= step]
             if kept or self._path.exists():
                 self._write(kept)
-        except (OSError, csv.Error, UnicodeDecodeError, KeyError) as error:
+        except (OSError, csv.Error, ValueError, KeyError) as error:
             self._report(error)
 
     def append(self, run: str, step: int, values: Mapping[str, float]) -> None:

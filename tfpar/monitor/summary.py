@@ -196,9 +196,10 @@ def _finite(value: Any) -> Any:
 def read_summary(workdir: str) -> dict[str, Any] | None:
     """The `summary.json` of a workdir, or None where there is none that can be read."""
     try:
-        return json.loads((pathlib.Path(workdir) / "summary.json").read_text())
-    except (OSError, ValueError):
+        content = json.loads((pathlib.Path(workdir) / "summary.json").read_text())
+    except (OSError, ValueError, RecursionError):
         return None
+    return content if isinstance(content, dict) else None
 
 
 def previous_summary(workdir: str, step: int) -> dict[str, Any] | None:
@@ -244,20 +245,28 @@ def report_already_finished(
         _replace_failures(content, problems, path.parent)
         for problem in problems:
             monitor.message(f"could not be written: {problem}", logging.WARNING)
-    with contextlib.suppress(KeyError, TypeError):  # a version that wrote less
+    # A version that wrote less, or somebody who has edited the file.
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         monitor.message(closing_table(content, workdir))
     return content
 
 
 def unwritten(content: Mapping[str, Any], name: str) -> str:
     """The line of a summary about a file that could not be written; empty if it was."""
-    return next((line for line in content.get("failed_writes") or () if line.startswith(f"{name}: ")), "")
+    return next((line for line in _failed_writes(content) if line.startswith(f"{name}: ")), "")
+
+
+def _failed_writes(content: Mapping[str, Any]) -> list[str]:
+    """The lines of a summary about what could not be written, of which anything may be left in an edited file."""
+    lines = content.get("failed_writes")
+    return [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
 
 
 def _replace_failures(content: dict[str, Any], problems: list[str], workdir: pathlib.Path) -> None:
     """Corrects a summary after another attempt to write `model.keras`."""
     before = content.get("failed_writes")
-    content["failed_writes"] = [*(line for line in before or () if not line.startswith(f"{MODEL}: ")), *problems]
+    kept = [line for line in _failed_writes(content) if not line.startswith(f"{MODEL}: ")]
+    content["failed_writes"] = [*kept, *problems]
     if before is not None and content["failed_writes"] != before:
         _try_write(SUMMARY, lambda: _write_summary(workdir, content))
 
