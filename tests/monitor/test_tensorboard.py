@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 from tests.checkpoint import small_disk
@@ -9,6 +10,7 @@ from tfpar.monitor import tensorboard
 
 import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 
 def points(directory: str) -> dict[str, list[int]]:
@@ -50,3 +52,45 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch, m
         assert steps[-1] == 41
         assert 40 not in steps
     assert len(messages) == 1
+
+
+def shown(workdir: pathlib.Path, run: str, tag: str = "loss") -> list[int]:
+    """The steps of a chart, as TensorBoard shows it with `--load_fast=false`, or where it has no faster reader."""
+    reader = EventAccumulator(str(workdir / run), size_guidance={"tensors": 0})
+    reader.Reload()
+    return [event.step for event in reader.Tensors(tag)] if tag in reader.Tags()["tensors"] else []
+
+
+def test_readers_leave_out_the_points_that_a_resumed_run_makes_again(tmp_path):
+    files = itertools.count()
+
+    def start(after: int, last: int) -> None:
+        events = tensorboard.EventFiles(str(tmp_path), {})
+        events.begin(after)
+        for step in range(after + 1, last + 1):
+            events.scalars("train", step, {"loss": float(step)})
+            if step % 2 == 0:
+                events.scalars("eval", step, {"loss": float(step)})
+            if step in (last - 1, last):  # the next point opens other files, of the same start
+                events.close()
+                for path in [*tmp_path.glob("*/events.*.v2")]:  # those of one second are not in the order of time
+                    path.rename(path.with_name(f"events.out.tfevents.{next(files):010}"))
+
+    start(0, 8)
+    start(5, 10)
+    assert shown(tmp_path, "train") == list(range(1, 11))
+    assert shown(tmp_path, "eval") == [2, 4, 6, 8, 10]
+    assert shown(tmp_path, "train", "configuration") != []
+    start(10, 11)
+    assert shown(tmp_path, "train") == list(range(1, 12))
+    start(0, 2)  # a run that begins again: nothing of the old one is its own
+    assert shown(tmp_path, "train") == [1, 2]
+    assert shown(tmp_path, "eval") == [2]
+
+
+def test_files_that_no_start_has_begun_void_nothing(tmp_path):
+    for step in (5, 3):
+        events = tensorboard.EventFiles(str(tmp_path), {})
+        events.scalars("train", step, {"loss": 1.0})
+        events.close()
+    assert sorted(shown(tmp_path, "train")) == [3, 5]

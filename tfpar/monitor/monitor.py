@@ -102,15 +102,15 @@ class Monitor:
     def begin(self, step: int) -> None:
         """Call once it is known that there is something to train, before anything is recorded.
 
-        Writes `config.yaml`. Removes the points of an earlier start that come after `step`.
+        Writes `config.yaml`. Removes the points of an earlier start that come after `step` from `metrics.csv`, and has
+        TensorBoard leave them out.
 
         Args:
           step: Finished steps, of which this start knows.
         """
         if self._events is None or self._table is None or self._workdir is None:
             return
-        if step:
-            self._events.trial = options_record.trial_of(self._workdir) or self._events.trial
+        self._events.begin(step, options_record.trial_of(self._workdir) if step else "")
         self._unwritten += options_record.write_config(self._workdir, self._events.trial, self._options)
         self._table.begin(step)
 

@@ -21,6 +21,7 @@ from tfpar.process.safe_write import escaped
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto import types_pb2
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api as hparams_api
@@ -59,12 +60,25 @@ class EventFiles:
         self.failures: list[str] = []
         self.trial = options_record.new_trial(options)
         self._retry_at = -math.inf
+        self._begins_after: int | None = None
         earlier = os.path.join(workdir, _EARLIER_DIRECTORY)
         self.directory = earlier if os.path.isdir(earlier) else workdir
         self._options = dict(options)
         self._workers = workers
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
         self._described: set[tuple[str, str]] = set()
+
+    def begin(self, step: int, trial: str = "") -> None:
+        """Continues what an earlier start wrote: TensorBoard leaves out its points after `step`, which are made again.
+
+        Call it before anything is written.
+
+        Args:
+          step: Finished steps; 0: nothing of an earlier start counts.
+          trial: The name that the run has; empty: it is a new one.
+        """
+        self.trial = trial or self.trial
+        self._begins_after = step
 
     def scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:
         """Writes points of several charts as one event, at a tenth of the cost of as many `tf.summary.scalar`s.
@@ -165,6 +179,10 @@ class EventFiles:
             for name in ("train", "eval"):
                 path = os.fsencode(os.path.join(self.directory, name))  # its bytes, which may be no UTF-8
                 self._writers[name] = tf.summary.create_file_writer(path, flush_millis=_FLUSH_MILLISECONDS)
+            if self._begins_after is not None:
+                for writer in self._writers.values():
+                    _write_start(writer, self._begins_after)
+                self._begins_after = None  # files that are opened again continue this start
             with self._writers["train"].as_default():
                 tf.summary.text("configuration", escaped(options_record.markdown(self._options)), step=0)
                 tf.summary.text("what_charts_show", tags.table(), step=0)
@@ -172,6 +190,15 @@ class EventFiles:
             with self._writers["eval"].as_default():
                 hparams_api.hparams(options_record.hparams(self._options), trial_id=self.trial)
         return self._writers[run]
+
+
+def _write_start(writer: tf.summary.SummaryWriter, step: int) -> None:
+    """Writes that a start begins after `step` steps, as TensorFlow 1 did: whatever is earlier in the files of this
+    directory and comes after them is void."""
+    log = SessionLog(status=SessionLog.START)
+    event = Event(wall_time=time.time(), step=step + 1 if step else 0, session_log=log)
+    # The files of tf.summary take no other events than summaries by a public function (TensorFlow 2.21).
+    tf.raw_ops.ImportEvent(writer=writer._resource, event=event.SerializeToString())
 
 
 def displayable(images: np.ndarray) -> np.ndarray:
