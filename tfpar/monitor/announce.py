@@ -8,8 +8,8 @@ import pathlib
 from tfpar import models
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint.export import why_not_saved
-from tfpar.config import ConfigError
 from tfpar.checkpoint.format import CheckpointError
+from tfpar.config import ConfigError
 from tfpar.config.sections.outer import AUTO
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples
