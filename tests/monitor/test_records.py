@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 
+from tests import own_process
 from tests.checkpoint import small_disk
 from tests.training.trainers import source, trainer_of
 from tfpar.config import ExperimentConfig
@@ -18,6 +19,8 @@ from tfpar.monitor.monitor import Monitor
 import numpy as np
 import pytest
 import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def rows(workdir) -> list[dict[str, str]]:
@@ -128,15 +131,25 @@ def test_options_that_are_not_valid_text_are_recorded_with_escapes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "eval", "metrics.csv", "train"]
 
 
+RUN = """
+import sys
+from tests.training.trainers import source, trainer_of
+
+for steps in (2, 3):
+    found = trainer_of(workdir=sys.argv[1], schedule="constant").fit(source(), steps=steps, validation=source())
+    print("found", found["steps"], found["failed_writes"], found["failed_checkpoints"])
+"""
+
+
 def test_a_run_in_a_directory_whose_name_is_not_valid_text(tmp_path):
+    """In a process of its own: its output names the directory, and pytest-xdist sends on no such text."""
     workdir = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
-    summary = trainer_of(workdir=workdir, schedule="constant").fit(source(), steps=2, validation=source())
-    assert summary["failed_writes"] == summary["failed_checkpoints"] == []
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:backslashreplace"}
+    printed = own_process.printed(tmp_path, RUN, workdir, **environment)
+    assert [line for line in printed.splitlines() if line.startswith("found")] == ["found 2 [] []", "found 3 [] []"]
     left = {path.name for path in pathlib.Path(workdir).iterdir()}
     assert {"checkpoints", "config.yaml", "eval", "metrics.csv", "model.keras", "summary.json", "train"} < left
     assert not any(name.startswith(".") for name in left - {".lock"})
-    options = {"workdir": workdir, "schedule": "constant"}
-    assert trainer_of(**options).fit(source(), steps=3)["steps"] == 3
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "null", "{", "[" * 100_000])
