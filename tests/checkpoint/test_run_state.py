@@ -6,11 +6,9 @@ import hashlib
 import pathlib
 import zipfile
 
-from tests import permissions
 from tests.training.harness import strategy_of
-from tests.training.trainers import trainer_of
 from tfpar.checkpoint import names, run_state
-from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer, CheckpointError
+from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.monitor import summary
 
@@ -394,21 +392,3 @@ def test_warm_start_from_a_run_whose_best_is_damaged_says_so_and_takes_the_newes
     assert same(target.get_weights(), [value + 3 for value in source.get_weights()])
     assert "checkpoint of step 2" in said[0]
     assert "is damaged" in said[0]
-
-
-def test_a_run_to_start_from_that_may_not_be_read_is_refused_in_one_line(tmp_path):
-    run = tmp_path / "private" / "run"
-    writer = Checkpointer(run)
-    writer.save(Checkpoint(1, {}, {}, {}, {}))
-    writer.close()
-    (run / "model.keras").touch()
-    for source in (run, run / "model.keras", run / "checkpoints" / "step-000000001"):
-        with permissions.of(run.parent, 0):
-            for look in (run_state.check_warm_start, lambda path: run_state.warm_start(model(), path, print)):
-                with pytest.raises(ConfigError, match=r"^--warm_start=.*private.* listed \(Permission denied\)"):
-                    look(str(source))
-
-
-def test_a_workdir_that_may_not_be_searched_is_refused_in_one_line(tmp_path):
-    with permissions.of(tmp_path, 0), pytest.raises(CheckpointError, match=r"cannot be listed \(Permission denied\)"):
-        trainer_of(workdir=str(tmp_path / "run"))

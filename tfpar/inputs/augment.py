@@ -221,7 +221,7 @@ def check_augmentation(text: str, input_spec: Structure | None = None, source: A
 def _warn_of_range(amount: float, source: Source) -> None:
     """Warns where brightness can hardly be seen: in images of 0 to 255, it adds at most 1."""
     images, _ = source.fetch(tf.range(min(source.info.num_examples, _LOOKED_AT), dtype=tf.int64))
-    largest = float(tf.reduce_max(tf.abs(images), axis=None)) if tf.size(images) else 0.0
+    largest = float(tf.reduce_max(tf.abs(images))) if tf.size(images) else 0.0
     if largest > _LARGEST:
         _log.warning(
             "--augment=brightness:%g adds at most %g to values of up to %g, which changes next to nothing. Scale the "

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tfpar.cluster.info import ClusterInfo, tf_config_json
 from tfpar.config import ConfigError
+from tfpar.process.heap import huge_pages
 
 FIRST_PORT = 2222  # as in TensorFlow's own examples
-# What the launcher gives its own workers (`tfpar.process.heap.huge_pages`), unless the host has tunables of its own.
-_HUGE_PAGES = "GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
+# What the launcher gives its own workers, unless the host has a value of its own.
+_HUGE_PAGES = " ".join(f"{name}=${{{name}:-{value}}}" for name, value in huge_pages({}).items())
 _LINE = re.compile(r"(?P<host>\[[^\]\s]+\]|[^\s:\[\]]+)(?::(?P<port>\d+))?(?:\s+slots=(?P<slots>\d+))?")
 
 

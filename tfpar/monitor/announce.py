@@ -76,22 +76,22 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
 
 
 def check_saving(info: RunInfo, monitor: Monitor) -> None:
-    """Says before the first step if Keras will not be able to write `model.keras`; all workers call it.
+    """Says before the first step, on the chief, if Keras will not be able to write `model.keras`; all workers call it.
 
     Raises:
       ConfigError: It will not be, and `--on_checkpoint_error` is `fail`.
     """
     options = info.config.checkpoint
-    reason = why_not_saved(info.model) if options.workdir else ""
+    fails = options.on_checkpoint_error == "fail"
+    reason = why_not_saved(info.model) if options.workdir and (fails or info.topology.is_chief) else ""
     if not reason:
         return
     text = f"Keras cannot save this model ({reason}), so that there will be no model.keras"
-    if options.on_checkpoint_error == "fail":
+    if fails:
         raise ConfigError(
             f"--on_checkpoint_error=fail: {text}. Give the layer a get_config(), or use --on_checkpoint_error=warn."
         )
-    if info.topology.is_chief:
-        monitor.message(f"{text}. Checkpoints are written. Give the layer a get_config().", logging.WARNING)
+    monitor.message(f"{text}. Checkpoints are written. Give the layer a get_config().", logging.WARNING)
 
 
 def _compiled_text(info: RunInfo) -> str:

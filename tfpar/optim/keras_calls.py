@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -245,6 +246,11 @@ def copy_vocabulary(layer: keras.layers.Layer, other: keras.layers.Layer) -> Non
 
 def _vocabulary(layer: Any) -> list[Any]:
     return [*layer.get_vocabulary()]
+
+
+def without_surroundings(error: Exception) -> str:
+    """The text of an error in the call of a layer, without the head line that Keras puts before it, and its colours."""
+    return re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error)).strip()
 
 
 def remove_mask(tensor: Any) -> None:

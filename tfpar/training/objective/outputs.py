@@ -150,8 +150,8 @@ def _trace(model: keras.Model, input_spec: Any, examples: int, call: Callable[..
             tf.function(call, autograph=False).get_concrete_function(*specs, batch)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
         # Keras surrounds the reason with the layer's name and its arguments, in colours.
-        reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error))
-        reason = " ".join(reason.partition("Arguments received by")[0].split())
+        reason = keras_calls.without_surroundings(error).partition("Arguments received by")[0]
+        reason = " ".join(reason.split())
         reason = re.sub(rf"(shape[= ]\(){examples}(?=,)", r"\1None", reason)  # a size that the data do not have
         raise ConfigError(
             f"the model {model.name!r} cannot be called on examples of {_shapes(input_spec)}: {reason}"

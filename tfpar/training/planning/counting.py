@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,8 +62,7 @@ def count_model(
             except ConfigError as error:
                 undivided[size] = str(error)
             except ValueError as error:  # a custom layer whose parts do not fit together
-                # Without Keras' head line and colours.
-                reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error)).strip()
+                reason = keras_calls.without_surroundings(error)
                 undivided[size] = (
                     f"--mesh=model:{size}: model {model.name!r} fails when it is divided in this way "
                     f"({reason.splitlines()[0] if reason else error})."
