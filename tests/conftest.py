@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -25,6 +27,9 @@ import tensorflow as tf
 
 LOGICAL_CPUS = 4
 ALL_TESTS = 5000  # fewer are a selection
+NEVER = 1 << 30  # collections of young objects before one of all
+GARBAGE = 1 << 30  # bytes
+COLLECTED = pytest.StashKey[int]()  # bytes of the process after the last collection of all objects
 UNKNOWN = pytest.StashKey[set[str]]()
 CHOOSES_XLA = {name: vars(Program)[name] for name in ("xla_disabled_reason", "compiles_update")}
 OPTIMIZED = {"collectives", "exchange", "gpu", "tfpar_ops"}  # rooms of operations that Grappler must not change
@@ -36,7 +41,7 @@ def pytest_configure() -> None:
         # As in what a shell starts in the background; every process of the tests would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # the 300,000 objects of TensorFlow and Keras, which every collection would go through
-    gc.set_threshold(20_000, 20, 50)  # tracing makes millions of objects, few of them garbage
+    gc.set_threshold(20_000, 20, NEVER)  # tracing makes millions of objects, few of them garbage
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(LOGICAL_CPUS)]
@@ -69,6 +74,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     optimizes = chooses or item.get_closest_marker("grappler") or OPTIMIZED.intersection(item.nodeid.split("/"))
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not optimizes})
     os.environ[nursery.PLAIN_GRAPHS] = "0" if optimizes else "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Collects graphs and models of earlier tests once they may take `GARBAGE`: a collection takes up to a second."""
+    if _resident() > item.config.stash.get(COLLECTED, 0) + GARBAGE:
+        gc.collect()
+        item.config.stash[COLLECTED] = _resident()
+
+
+def _resident() -> int:
+    """The bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.fixture
