@@ -18,11 +18,12 @@ import pytest
 EPOCH = EXAMPLES // BATCH
 
 
-def rows(before=(), user=(), after=()) -> HookRows:
+def rows(before=(), user=(), after=(), **more) -> HookRows:
     return HookRows(
         before,
         user,
         after,
+        **more,
         metric_results=lambda sums: {"seen": float(sums[0])},
         gather=lambda value, activity: [value],
     )
@@ -50,6 +51,32 @@ def test_rows_run_in_order_where_they_are_due():
         every.run(LoopState(step, 7, ending=step == 7))
     expected = [("user", 2), ("evaluate", 3), ("user", 4), ("evaluate", 6), ("user", 6), ("save", 6), ("save", 7)]
     assert ran == expected
+
+
+@pytest.mark.parametrize("ends", ["hook", "end of an epoch"])
+def test_rows_of_the_last_stop_run_whatever_ends_the_run(ends):
+    """Once each, with the steps since their last run, and before the checkpoint."""
+    ran = []
+
+    def row(name, **more):
+        def run(state):
+            ran.append((name, state.ending, len(state.since.losses)))
+
+        return Hook(100, run, also=lambda state: state.ending, **more)
+
+    often = Hook(
+        1, lambda state: ran.append(("often", state.ending)), at_end=lambda state: ran.append(("end", state.stop))
+    )
+    stop = Hook(3, lambda state: state.replace(stop=True))
+    hooks = {"user": [often, row("last"), stop]} if ends == "hook" else {"user": [often, row("last")]}
+    more = {} if ends == "hook" else {"ends_of_epochs": [stop]}
+    every = rows([row("evaluate")], **hooks, after=[row("save")], **more)
+    for step in (2, 3):
+        every.record(steps(1.0))
+        state = every.run(LoopState(step, 9))
+    assert state.ending
+    expected = [("often", False), ("evaluate", True, 0), ("last", True, 2), ("save", True, 0), ("end", True)]
+    assert ran == [("often", False), *expected]
 
 
 def test_a_hook_sees_the_steps_since_it_ran_last():
@@ -131,6 +158,8 @@ def test_a_learning_rate_that_one_worker_changes_alone_is_refused():
 def test_hooks_that_cannot_be(every, run):
     with pytest.raises(ConfigError, match=r"Hook\((every|run)="):
         Hook(every, run)
+    with pytest.raises(ConfigError, match=r"Hook\(at_end='close'\): give a function"):
+        Hook(1, print, at_end="close")
 
 
 def test_other_things_than_hooks_are_refused():

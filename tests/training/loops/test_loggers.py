@@ -18,7 +18,7 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 
-def fit(hooks, *, steps=6, **options):
+def fit(hooks, *, steps=6, callbacks=(), **options):
     x = np.random.default_rng(0).normal(size=[40, 8]).astype(np.float32)
     source = inputs.from_arrays(x, (x[:, 0] > 0).astype(np.int32), num_classes=2, name="signs")
     trainer = tfpar.Trainer(
@@ -34,7 +34,7 @@ def fit(hooks, *, steps=6, **options):
     )
     losses: list[tuple[int, float]] = []
     record = tfpar.Hook(2, lambda state: losses.append((state.step, state.since.results()["loss"])))
-    result = trainer.fit(source, steps=steps, validation=source, hooks=[*hooks, record])
+    result = trainer.fit(source, steps=steps, validation=source, hooks=[*hooks, record], callbacks=callbacks)
     return losses, result
 
 
@@ -65,6 +65,26 @@ def test_mlflow_gets_metrics_parameters_and_an_end(tmp_path):
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [(each.step, each.value) for each in history] == losses
     assert run.data.metrics["val_loss"] == result["eval"]["loss"]
+    assert mlflow.active_run() is None
+
+
+class StopAfterAnEpoch(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_run_that_a_callback_ends_has_its_last_row_and_an_end(tmp_path, every):
+    """At a multiple of the logger's interval and elsewhere: an epoch has four steps."""
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    path = tmp_path / "log.csv"
+    hooks = [tfpar.loggers.csv(path, every=every), tfpar.loggers.mlflow(every=every, experiment="stopped")]
+    _, result = fit(hooks, steps=12, callbacks=[StopAfterAnEpoch()])
+    assert result["steps"] == 4
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(every), "4"]
+    assert float(rows[-1]["val_loss"]) == result["eval"]["loss"]
     assert mlflow.active_run() is None
 
 

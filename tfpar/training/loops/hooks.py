@@ -18,6 +18,10 @@ def _never(_: LoopState) -> bool:
     return False
 
 
+def _nothing(_: LoopState) -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Hook:
     """Something that a training loop does between two steps.
@@ -43,20 +47,25 @@ class Hook:
         `stopped_by` and `lr_multiplier` have an effect.
       also: Whether to run at a stop that is not a multiple of `every`, such as the last one: `lambda state:
         state.ending`. It must give the same answer on every worker.
+      at_end: Called with the state after the last stop of this start, whichever hook or callback has made it the last.
+        `run` may have been called there before that was known. `since` is empty.
 
     Raises:
-      ConfigError: `every` is not a positive integer, or `run` cannot be called.
+      ConfigError: `every` is not a positive integer, or `run` or `at_end` cannot be called.
     """
 
     every: int
     run: Callable[[LoopState], LoopState | None]
     also: Callable[[LoopState], bool] = _never
+    at_end: Callable[[LoopState], None] = _nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int | np.integer) or self.every < 1:
             raise ConfigError(f"Hook(every={self.every!r}): give the number of steps between its runs, at least 1.")
         if not callable(self.run):
             raise ConfigError(f"Hook(run={self.run!r}): give a function that takes a tfpar.LoopState.")
+        if not callable(self.at_end):
+            raise ConfigError(f"Hook(at_end={self.at_end!r}): give a function that takes a tfpar.LoopState.")
         object.__setattr__(self, "every", int(self.every))
 
     def is_due(self, state: LoopState) -> bool:
@@ -96,8 +105,9 @@ class _Row:
 class HookRows:
     """The rows of one run, in the order in which they run.
 
-    The user's hooks may end the run. If one does so before the run's last step, the rows that are due only at a last
-    stop (evaluation, hooks with `also=lambda state: state.ending`) also run, before the watching rows.
+    The user's hooks and callbacks may end the run. If one does so before the run's last step, the rows that are due
+    only at a last stop (evaluation, hooks with `also=lambda state: state.ending`) also run: before the watching rows,
+    or, if the end of an epoch did so, before saving. No row runs twice at a stop.
 
     Args:
       before: Built-in rows that run first: evaluation.
@@ -147,17 +157,28 @@ class HookRows:
 
     def run(self, state: LoopState) -> LoopState:
         """Runs the rows that are due at this stop."""
-        ends_of_batches, before, user, watching, ends_of_epochs, after = self._groups
+        ends_of_batches, _, user, watching, ends_of_epochs, after = self._groups
         for row in self._rows:
             row.has_run = False
         state = self._run_user_rows(ends_of_batches, state)
-        ending = state.ending
-        state = self._run_user_rows(user, self._run_rows(before, state))
-        if state.ending and not ending:
-            state = self._run_user_rows(user, self._run_rows(before, state))
+        hooked = self._run_hooks(state)
+        if hooked.ending and not state.ending:
+            hooked = self._run_hooks(hooked)
         for row in watching:
-            self._run_row(row, state)
-        return self._run_rows(after, self._run_user_rows(ends_of_epochs, state))
+            self._run_row(row, hooked)
+        ended = self._run_user_rows(ends_of_epochs, hooked)
+        if ended.ending and not hooked.ending:
+            ended = self._run_hooks(ended)
+        ended = self._run_rows(after, ended)
+        if ended.ending:
+            for row in user:
+                row.hook.at_end(ended)
+        return ended
+
+    def _run_hooks(self, state: LoopState) -> LoopState:
+        """Runs evaluation and the user's hooks, as far as they are due and have not run at this stop."""
+        _, before, user, *_ = self._groups
+        return self._run_user_rows(user, self._run_rows(before, state))
 
     def _run_row(self, row: _Row, state: LoopState) -> LoopState | None:
         """Runs a row if it is due and has not run yet, with the steps since its last run."""

@@ -90,7 +90,8 @@ def mlflow(*, every: int, experiment: str = "", params: Mapping[str, Any] | None
 
 
 def _hook(every: int, begin: Callable[[int], _Log]) -> Hook:
-    return Hook(every, _Logger(begin).log, also=lambda state: state.ending)
+    logger = _Logger(begin)
+    return Hook(every, logger.log, also=lambda state: state.ending, at_end=logger.end)
 
 
 class _Logger:
@@ -106,7 +107,7 @@ class _Logger:
         self._evaluated_at = -1
 
     def log(self, state: LoopState) -> None:
-        """Logs a row, and ends the log at the last stop of this process."""
+        """Logs a row."""
         cluster = cluster_info.detect()
         if cluster is not None and not cluster.is_chief:
             return
@@ -119,7 +120,10 @@ class _Logger:
         values = {name: float(value) for name, value in tags.by_element(values).items() if math.isfinite(value)}
         if values:
             self._log.write(state.step, values)
-        if state.ending:
+
+    def end(self, _: LoopState) -> None:
+        """Ends the log, if this process has one."""
+        if self._log is not None:
             self._log.finish()
             self._log = None
 
