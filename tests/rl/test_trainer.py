@@ -183,6 +183,7 @@ def test_mixed_precision_scales_observations_in_float32(env, tmp_path):
         ({"accumulate_steps": 5}, r"--accumulate_steps=5 does not divide the 32 transitions"),
         ({"shard": "optimizer"}, r"--shard=optimizer does not work with"),
         ({"local_steps": 5}, r"--local_steps=5 does not work with"),
+        ({"schedule": "plateau"}, r"--schedule=plateau watches .* Use --schedule=constant or cosine"),
         ({"augment": "flip"}, r"--augment=flip has no effect on reinforcement learning, .* Leave it out"),
         ({"on_bad_record": "skip"}, r"--on_bad_record=skip has no effect"),
         ({"remainder": "drop"}, r"--remainder=drop has no effect"),

@@ -75,6 +75,19 @@ def check_schedule(config: ScheduleConfig) -> None:
     plateau(config)
 
 
+def check_evaluated(config: ScheduleConfig, evaluated: bool) -> None:
+    """Refuses `--schedule=plateau` for a run that makes no evaluations.
+
+    Raises:
+      ConfigError: With what to do.
+    """
+    if config.schedule == "plateau" and not evaluated:
+        raise ConfigError(
+            "--schedule=plateau needs evaluations, and there are no validation examples. Hold some out "
+            "(--validation_fraction=0.1), or choose another schedule."
+        )
+
+
 def plateau(config: ScheduleConfig) -> PlateauController | None:
     """The controller of `--schedule=plateau` from `schedule_args` (factor, patience, ...); None for other schedules.
 

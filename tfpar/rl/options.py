@@ -132,6 +132,11 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
             f"--environments={options.environments} is not divisible by the {topology.replicas} replicas, which have "
             "equal shares. Choose a multiple."
         )
+    if config.schedule.schedule == "plateau":
+        raise ConfigError(
+            "--schedule=plateau watches the loss of evaluations, and those of a policy have returns instead. Use "
+            "--schedule=constant or cosine."
+        )
     own = options.batch_size // topology.replicas
     if own % config.train.accumulate_steps:
         raise ConfigError(

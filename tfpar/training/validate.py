@@ -111,11 +111,7 @@ def validate_data(
     if validation is not None:
         _check_not_empty(config, "validation", validation)
         check_same_shapes(train.info, validation.info)
-    elif config.schedule.schedule == "plateau":
-        raise ConfigError(
-            "--schedule=plateau needs evaluations, and there are no validation examples. Hold some out "
-            "(--validation_fraction=0.1), or choose another schedule."
-        )
+    schedules.check_evaluated(config.schedule, validation is not None)
     if not topology.synchronous:
         _check_parameter_server(config, train)
     if topology.name == "tpu":

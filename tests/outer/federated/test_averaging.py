@@ -246,6 +246,7 @@ def test_yogi_is_saved_and_loaded():
         ),
         ({"round_seconds": 5.0}, r"--round_seconds=5.0 does not work with federated averaging"),
         ({"partition": "by_class:nan"}, r"--partition='by_class:nan' is none of"),
+        ({"schedule": "plateau"}, r"--schedule=plateau needs evaluations, and there are no validation examples"),
         ({"accumulate_steps": 2}, r"--accumulate_steps=2 does not work with federated averaging"),
         ({"global_batch_size": 32}, r"--global_batch_size=32 does not .* in steps of --client_batch examples\. Leave"),
         ({"clients": 300, "partition": "iid"}, r"--clients=300: 70 of the clients would have no example"),

@@ -17,7 +17,7 @@ from tfpar import inputs
 from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, FederatedConfig
-from tfpar.optim import optimizers
+from tfpar.optim import optimizers, schedules
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import privacy
 from tfpar.outer.federated.checks import DEFAULTS, check, check_model, complete, federated_of
@@ -167,6 +167,7 @@ class FederatedTrainer:
             )
         if validation is not None and not isinstance(validation, inputs.Source):
             validation = _counted(inputs.as_source(validation, split="validation"))
+        schedules.check_evaluated(self.config.schedule, validation is not None)
         for each in filter(None, (source, validation)):
             self.program.bind(each)
         return source, validation
