@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,13 +21,12 @@ from tfpar.process.activity import activity
 from tfpar.process.heap import keep_tensors_on_heaps
 from tfpar.training import confusion
 from tfpar.training.core import Core
+from tfpar.training.model.whole_batches import warn_of_left_out
 from tfpar.training.program import Program
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +109,7 @@ class Evaluator:
         self.confusion = evaluation.confusion if np.any(evaluation.confusion) else None
         if names and source.info.fingerprint not in self._named_distorted:
             self._named_distorted.add(source.info.fingerprint)
-            _log.warning(
-                "evaluation on %s leaves out %s, which the model updates itself and padding would distort; a "
-                "--global_batch_size that divides its %s examples needs no padding",
-                *(source.info.name, ", ".join(names), source.info.num_examples),
-            )
+            warn_of_left_out(names, source)
         already_named = source.info.fingerprint in self._named_skipped
         if evaluation.stopped:
             return results

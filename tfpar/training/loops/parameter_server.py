@@ -72,7 +72,9 @@ class ParameterServerLoop:
         return Traffic("none", "push_pull", size, 2 * size, 2 * size)
 
     def check(self) -> None:
-        """Nothing to compare: only the chief decides what to run."""
+        """Checks the examples to evaluate on. There is nothing to compare: only the chief decides what to run."""
+        if self._evaluation:
+            self._evaluation.check()
 
     def check_weights(self) -> None:
         """Nothing to compare: all workers use the weights on the servers."""

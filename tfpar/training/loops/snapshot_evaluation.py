@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar import inputs
+from tfpar.config import InputConfig
 from tfpar.monitor import samples
+from tfpar.parallel.topology import Topology
+from tfpar.training.model.whole_batches import BatchReaders, warn_of_left_out
 from tfpar.training.program import Program
 from tfpar.training.uneven_batches import eval_input
 
@@ -46,6 +49,15 @@ class SnapshotEvaluation:
         self._batch_sums = tf.function(program.core.evaluate, jit_compile=program.jit_compile or None, autograph=False)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
         self._pending: concurrent.futures.Future[SnapshotResults] | None = None
+
+    def check(self) -> None:
+        """Refuses padding that a loss over whole batches would count.
+
+        Raises:
+          ConfigError: With what to do.
+        """
+        self._readers.check(self._pipeline, self._validation, self._input, training=False)
+        warn_of_left_out(self._without, self._validation)
 
     def start(self, step: int) -> None:
         """Takes a snapshot of the weights after step `step`. The results of the previous snapshot have been
@@ -91,20 +103,31 @@ class SnapshotEvaluation:
             return SnapshotResults(step, {}, text)
         loss, count, *metrics = total
         weighted = self._program.core.objective.totals.weighted_losses(np.array(rows))
-        results = self._program.core.evaluation_results(loss, count, metrics, weighted_losses=weighted)
+        results = self._program.core.evaluation_results(loss, count, metrics, self._without, weighted)
         return SnapshotResults(step, results, text)
+
+    @property
+    def _input(self) -> InputConfig:
+        return eval_input(self._program.config)
+
+    @functools.cached_property
+    def _readers(self) -> BatchReaders:
+        """As in a run on one device: the chief evaluates alone, on its CPU."""
+        return BatchReaders.of(self._program.core, Topology(name="one_device"))
+
+    @functools.cached_property
+    def _pipeline(self) -> inputs.AnyPipeline:
+        layout: dict[str, Any] = {"accumulate_steps": 1, "replicas": 1, "workers": 1}
+        return inputs.build_pipeline(self._validation, self._input, **layout, seed=0, training=False)
+
+    @property
+    def _without(self) -> Sequence[str]:
+        """Names of the model's metrics that padding would distort."""
+        return self._readers.distorted_metrics(self._pipeline)
 
     @functools.cached_property
     def _batches(self) -> tf.data.Dataset:
         """The batches, created once: TensorFlow 2.21 sends every traced function to all workers, and holds Python's
         lock until they have answered."""
-        pipeline = inputs.build_pipeline(
-            self._validation,
-            eval_input(self._program.config),
-            accumulate_steps=1,
-            replicas=1,
-            workers=1,
-            seed=0,
-            training=False,
-        )
-        return pipeline.dataset(0, 1).take(self._program.config.train.eval_steps or -1)
+        dataset = self._readers.shorten(self._pipeline, self._pipeline.dataset(0, 1), padded=False)
+        return dataset.take(self._program.config.train.eval_steps or -1)

@@ -196,6 +196,16 @@ class BatchReaders:
             )
 
 
+def warn_of_left_out(names: Sequence[str], source: inputs.AnySource) -> None:
+    """Says which of the model's metrics an evaluation on a source leaves out; nothing if there are none."""
+    if names:
+        _log.warning(
+            "evaluation on %s leaves out %s, which the model updates itself and padding would distort; a "
+            "--global_batch_size that divides its %s examples needs no padding",
+            *(source.info.name, ", ".join(names), source.info.num_examples),
+        )
+
+
 def without_padding(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The batches of one replica without examples of weight 0; if all have weight 0, the first one stays.
 
