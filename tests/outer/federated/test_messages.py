@@ -13,6 +13,7 @@ from tests.outer.federated.flower_app import federation
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 from tfpar.outer.federated import FederatedTrainer, flower, partition
+from tfpar.outer.federated.trainer import with_options
 
 import keras
 import numpy as np
@@ -44,8 +45,14 @@ def test_each_node_of_a_process_has_a_client_of_its_own():
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("options", [{"averaging": "scaffold"}, {"noise_multiplier": 1.0, "client_clip": 1.0}])
-def test_what_does_not_work_over_flower_is_refused(options):
+@pytest.mark.parametrize("through_config", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"averaging": "scaffold"}, {"noise_multiplier": 1.0, "client_clip": 1.0}, {"schedule": "plateau"}],
+)
+def test_what_does_not_work_over_flower_is_refused(options, through_config):
+    if through_config:
+        options = {"config": with_options(None, options)}
     with pytest.raises(ConfigError, match="does not work over Flower"):
         flower._trainer(with_statistics, "mse", options)
 

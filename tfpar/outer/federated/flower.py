@@ -24,13 +24,13 @@ from tfpar.checkpoint.export import export_model
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 from tfpar.optim.pure_update import pure_apply
-from tfpar.outer.federated.checks import federated_of
+from tfpar.outer.federated.checks import complete, federated_of
 from tfpar.outer.federated.client_update import ClientData
 from tfpar.outer.federated.replies import BadReplyError, read_reply
 from tfpar.outer.federated.round import ClientRound
 from tfpar.outer.federated.sampling import Sampling, local_order
 from tfpar.outer.federated.server import Averaging
-from tfpar.outer.federated.trainer import FederatedTrainer, reads_whole_batches
+from tfpar.outer.federated.trainer import FederatedTrainer, reads_whole_batches, with_options
 from tfpar.process.whole_files import replace_file
 from tfpar.training.seeds import fold_in, step_seed
 
@@ -138,17 +138,26 @@ def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any
     """Creates the trainer whose pure functions client and server use, on one device of this process.
 
     Raises:
-      ConfigError: The options choose SCAFFOLD, whose control variates are not sent over Flower; or noise, which would
-        be drawn from a seed that clients know.
+      ConfigError: The options, or the configuration among them, choose SCAFFOLD, whose control variates are not sent
+        over Flower; noise, which would be drawn from a seed that clients know; or a schedule that needs evaluations.
     """
-    if options.get("noise_multiplier"):
+    arguments = {name: options[name] for name in ("metrics", "runtime") if name in options}
+    others = {name: value for name, value in options.items() if name not in ("config", *arguments)}
+    config = complete(with_options(options.get("config"), {"strategy": "one_device", "verbose": 0, **others}))
+    federated = federated_of(config)
+    if federated.noise_multiplier:
         raise ConfigError(
-            "noise_multiplier does not work over Flower: the noise follows from the seed, which all clients have. Use "
-            "Flower's own differential privacy."
+            f"--noise_multiplier={federated.noise_multiplier:g} does not work over Flower: the noise follows from the "
+            "seed, which all clients have. Use Flower's own differential privacy."
         )
-    if options.get("averaging") == "scaffold":
-        raise ConfigError("averaging='scaffold' does not work over Flower yet. Use another, such as fedprox.")
-    return FederatedTrainer(model, loss, **{"strategy": "one_device", "verbose": 0, **options})
+    if federated.averaging == "scaffold":
+        raise ConfigError("--averaging=scaffold does not work over Flower yet. Use another, such as fedprox.")
+    if config.schedule.schedule == "plateau":
+        raise ConfigError(
+            "--schedule=plateau does not work over Flower, whose server evaluates only at the end. Use another, such "
+            "as constant."
+        )
+    return FederatedTrainer(model, loss, config=config, **arguments)
 
 
 class _Clients:
