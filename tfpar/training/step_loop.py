@@ -224,8 +224,9 @@ def _losses(sums: tf.Tensor, denominator: int) -> tf.Tensor:
     loss, count = sums[:, sidecar.LOSS], sums[:, sidecar.COUNT]
     if denominator == sidecar.COUNT:
         return loss / count
-    # Examples without a counted position have a loss of 0, as in Keras.
-    return tf.where(count > 0.0, tf.math.divide_no_nan(loss, sums[:, denominator]), float("nan"))
+    # Examples without a counted position have a loss of 0, as in Keras; divide_no_nan would also make 0 of NaN.
+    has_loss = (count > 0.0) & ~tf.math.is_nan(loss)
+    return tf.where(has_loss, tf.math.divide_no_nan(loss, sums[:, denominator]), float("nan"))
 
 
 def while_in_two_parts(

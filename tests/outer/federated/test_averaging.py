@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tfpar
 from tests.outer.federated import numpy_reference
 from tfpar import inputs
 from tfpar.config import ConfigError, FederatedConfig
@@ -192,6 +193,27 @@ def test_a_client_that_is_not_finite_counts_as_lost(build, messages):
     assert summary["skipped_steps"] == 0
     assert all(np.isfinite(weight).all() for weight in trainer.model.get_weights())
     assert any("left out of the last 1 rounds" in line and "not finite: 1. A lower" in line for line in messages)
+
+
+@pytest.mark.parametrize("cause", ["no client replies", "all clients diverge"])
+def test_a_round_without_clients_has_no_loss(cause, messages):
+    """It is no step that failed, and leaves the means over several rounds as they are."""
+    seen: list[tuple[float, dict]] = []
+    causes = {"no client replies": {"client_dropout": 0.6}, "all clients diverge": {"learning_rate": 1e30}}
+    made = trainer_of(rounds=6, partition="iid", clients_per_round=1, seed=1, eval_every=6, **causes[cause])
+    note = tfpar.Hook(1, lambda state: seen.append((state.since.losses[0], state.since.results())))
+    result = made.fit(*examples(), hooks=[note])
+    replied = [(loss, results) for loss, results in seen if not np.isnan(loss)]
+    assert result["skipped_steps"] == 0
+    assert all(set(results) == {"loss"} for loss, results in seen if np.isnan(loss))
+    if cause == "all clients diverge":
+        assert not replied
+        assert result["train_loss"] is None
+        assert any("left out of the last 6 rounds" in line and "not finite: 6. A lower" in line for line in messages)
+        return
+    assert 0 < len(replied) < 6
+    assert all(loss > 0 and results["accuracy"] > 0 for loss, results in replied)
+    assert min(loss for loss, _ in replied) <= result["train_loss"] <= max(loss for loss, _ in replied)
 
 
 def test_a_round_that_is_not_applied_leaves_the_control_variates_as_they_are(monkeypatch):

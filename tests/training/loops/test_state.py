@@ -54,3 +54,10 @@ def test_there_is_none_where_no_step_of_the_epoch_was_applied():
 def test_an_unknown_attribute_is_named_with_the_nearest_one():
     with pytest.raises(ConfigError, match=r"'lr_multiplyer' is not known\. Did you mean 'lr_multiplier'"):
         LoopState(1, 2).replace(lr_multiplyer=0.5)
+
+
+def test_an_applied_step_without_a_loss_leaves_means_as_they_are():
+    steps = Interval(np.array([2.0, np.nan]), np.array([4.0, 1e-6]), np.ones(2, bool))
+    assert steps.results() == {"loss": 2.0}
+    state = LoopState(0, 9).advanced(steps, skipped=0, steps_per_epoch=9)
+    assert (state.loss_sum, state.loss_count, state.skipped) == (8.0, 4.0, 0)

@@ -52,11 +52,13 @@ class FederatedCore(Core):
         return [*self.local_variables, *[tf.TensorSpec([], tf.float32)] * len(COUNTS)]
 
     def metric_results(self, sums: Sequence[Any]) -> dict[str, Any]:
-        """Returns metric values by name, the mean norm of the clients' updates, and the share that was clipped."""
+        """Returns metric values by name, the mean norm of the clients' updates, and the share that was clipped. Without
+        clients, metrics have no value."""
         counts = dict(zip(COUNTS, map(float, sums[-len(COUNTS) :]), strict=True))
         clients = max(counts["clients"], 1.0)
         own = {"client_update_norm": counts["norms"] / clients, "clipped_clients": counts["clipped"] / clients}
-        return super().metric_results(sums[: -len(COUNTS)]) | own | {"lost_clients": counts["lost"]}
+        metrics = super().metric_results(sums[: -len(COUNTS)]) if counts["clients"] else {}
+        return metrics | own | {"lost_clients": counts["lost"]}
 
     def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
         """Evaluates as `Core` does; an evaluation counts no clients."""
@@ -181,7 +183,7 @@ class FederatedStep(TrainStep):
         with tf.control_dependencies([done]):
             stored = self._memory.store(share, kept, number, self.replicas) if self._memory.variables else []
         with tf.control_dependencies([done, *stored]):
-            report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
+            report = tf.concat([[norm], self._front(vector)], axis=0)
         times = () if self.plan.single_xla_program else (computed, computed, exchanged, self.clock([report]))
         return StepReport(report, loss_scale, times)
 
@@ -191,6 +193,11 @@ class FederatedStep(TrainStep):
         front = tf.stack([tf.maximum(sums.count, _NOBODY), sums.loss])
         flat = [tf.reshape(each, [-1]) for each in [*sums.metrics, sums.counts, *changes]]
         return tf.concat([front, *flat], axis=0)
+
+    def _front(self, vector: tf.Tensor) -> tf.Tensor:
+        """Returns the front of the summed sidecar; the loss of a round without clients is NaN."""
+        loss = tf.where(self._mass(vector) > 0.0, vector[sidecar.LOSS], float("nan"))
+        return tf.tensor_scatter_nd_update(vector[: self.sidecar.report_length], [[sidecar.LOSS]], [loss])
 
     def _mass(self, vector: tf.Tensor) -> tf.Tensor:
         """Returns the sum of the masses of all clients, from the summed sidecar."""

@@ -261,7 +261,8 @@ def _counted(validation: inputs.AnySource) -> inputs.AnySource:
 
 def _warn_of_lost(state: LoopState) -> None:
     """Says how many clients of the last rounds were left out."""
-    if lost := int(state.since.results().get("lost_clients", 0)):
+    results = state.since.metric_results(state.since.metric_sums)  # also of rounds that have no loss
+    if lost := int(results["lost_clients"]):
         _log.warning(
             "clients left out of the last %d rounds, because their weights, statistics or loss were not finite: %d. A "
             "lower --learning_rate or --clip_norm may help.",

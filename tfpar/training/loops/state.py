@@ -24,7 +24,8 @@ class Interval:
     """Some consecutive steps.
 
     Attributes:
-      losses: Float64 `[n]`: mean loss over the examples of each step; NaN if a step had none.
+      losses: Float64 `[n]`: mean loss over the examples of each step; NaN if a step had none, such as a federated
+        round in which no client replied.
       counts: Float64 `[n]`: examples of each step.
       applied: Bool `[n]`: whether the step changed the weights.
       metric_sums: States of the metrics, summed over the steps.
@@ -50,12 +51,17 @@ class Interval:
             metric_results,
         )
 
+    @property
+    def counted(self) -> np.ndarray:
+        """Bool `[n]`: whether the loss of a step counts: the step was applied, and had examples."""
+        return self.applied & ~np.isnan(self.losses)
+
     def results(self) -> dict[str, Any]:
         """`loss`, the mean over all examples of the applied steps (NaN if there are none), and metrics by name."""
-        counts = self.counts[self.applied]
+        counts = self.counts[self.counted]
         if not counts.sum():
             return {"loss": math.nan}
-        loss = float(np.average(self.losses[self.applied], weights=counts))
+        loss = float(np.average(self.losses[self.counted], weights=counts))
         return {"loss": loss, **(self.metric_results(self.metric_sums) if self.metric_sums else {})}
 
 
@@ -139,9 +145,9 @@ class LoopState:
         step = self.step + len(steps.losses)
         first = max(0, (step - 1) // steps_per_epoch * steps_per_epoch - self.step)  # the first one in the last epoch
         starts_again = first > 0 or self.step % steps_per_epoch == 0
-        applied = steps.applied[first:]
-        counts = steps.counts[first:][applied].astype(np.float64)
-        losses = steps.losses[first:][applied].astype(np.float64) * counts
+        counted = steps.counted[first:]
+        counts = steps.counts[first:][counted].astype(np.float64)
+        losses = steps.losses[first:][counted].astype(np.float64) * counts
         # One by one, so that the sum does not depend on how many steps a call has, or where a run was resumed.
         total = np.cumsum([0.0 if starts_again else self.loss_sum, *losses])[-1]
         return self.replace(
