@@ -239,6 +239,24 @@ def test_yogi_is_saved_and_loaded():
     assert again.get_config() == optimizer.get_config()
 
 
+@pytest.mark.parametrize(("metrics", "name"), [({"color": ["accuracy"]}, "color_accuracy"), (None, "loss")])
+def test_clients_of_a_model_with_several_outputs_are_evaluated_by_its_first_metric(metrics, name):
+    x, y = examples(60)
+
+    def build() -> keras.Model:
+        given = keras.Input([12])
+        outputs = {"color": keras.layers.Dense(5, name="color"), "size": keras.layers.Dense(1, name="size")}
+        return keras.Model(given, {name: layer(given) for name, layer in outputs.items()})
+
+    losses = {"color": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
+    options = {"clients": 6, "clients_per_round": 2, "rounds": 1, "jit_compile": "false", "verbose": 0}
+    data = (x, {"color": y, "size": x[:, :1]})
+    figures = FederatedTrainer(build, losses, metrics, **options).fit(data, validation=data)["eval"]
+    assert {key for key in figures if key.startswith("client_")} == {
+        f"client_{name}_{figure}" for figure in ("mean", "min", "p10", "max")
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

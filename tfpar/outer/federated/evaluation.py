@@ -71,7 +71,10 @@ class FederatedEvaluator(Evaluator):
         with activity(f"evaluating on {count} clients", shown=program.reports):
             table = self._sums_of([parts[client] for client in clients])
         values = [self._results(row) for row in table]
-        name = next((each for each in values[0] if each not in ("loss", "examples")), "loss")
+        # Not of all results: those of several outputs contain the loss of each.
+        core = self._core
+        metrics = {*core.objective.totals.metrics, *(metric.name for metric in core.model_metrics)}
+        name = next((each for each in values[0] if each in metrics), "loss")
         return name, np.array([float(np.mean(value[name])) for value in values])
 
     def _sums_of(self, parts: list[np.ndarray]) -> np.ndarray:
