@@ -144,6 +144,14 @@ def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
     assert learner(**options).learn() == whole  # nothing is left to learn
 
 
+def test_a_task_that_was_stopped_is_not_learned_without_a_workdir(messages):
+    stopped = learner(method="finetune", stop_after=10, verbose=1)
+    assert stopped.learn() == {}
+    assert np.isnan(stopped.matrix).all()
+    assert any("stopped in task 1 by --stop_after; without --workdir, nothing is kept" in line for line in messages)
+    assert learner(method="finetune", epochs=1.0, stop_after=1000).learn()["matrix"]
+
+
 def test_the_next_task_begins_with_the_averaged_weights_of_a_learned_one(tmp_path):
     """As `model.keras` has them, so that an interruption between two tasks changes nothing."""
     options = {"method": "finetune", "ema": 0.9, "epochs": 2.0, "workdir": str(tmp_path)}

@@ -102,7 +102,8 @@ class IncrementalLearner:
             self._report.begin(number, f", {len(task.indices):,} examples, --method={self._options.method}")
             self._digest = self._learn_task(number)
             if not self._digest:
-                self._report.say(f"stopped in task {number + 1} by --stop_after; the next start continues with it")
+                goes_on = "the next start continues with it" if self._workdir else "without --workdir, nothing is kept"
+                self._report.say(f"stopped in task {number + 1} by --stop_after; {goes_on}")
                 return {}
             if number + 1 < len(self.tasks):  # the last table is part of the results
                 self._report.show(self.matrix, number + 1)
@@ -127,7 +128,7 @@ class IncrementalLearner:
         if logits is not None:
             own, validation = (with_logits(each, logits(each), self._digest) for each in (own, validation))
         summary = trainer.fit(own, validation=validation)
-        if self._config.train.stop_after and not self._is_finished(number):
+        if not summary.finished:
             return ""
         for place in range(number + 1):
             held_out = self._held_out(self.tasks[place], number)
@@ -266,11 +267,6 @@ class IncrementalLearner:
         """Returns the chief's value on every worker."""
         topology = self._runtime.topology
         return WorkerAgreement(world_group(topology.workers, topology.worker)).gather(value)[0]
-
-    def _is_finished(self, number: int) -> bool:
-        """Whether the run of a task is finished, according to the chief."""
-        directory = self._directory(number)
-        return bool(self._of_chief(directory is None or (directory / "summary.json").exists()))
 
     def _take_up(self, number: int) -> str:
         """Restores the results of a learned task; returns the digest of its weights."""

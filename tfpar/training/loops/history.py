@@ -17,12 +17,16 @@ class FitResult(dict[str, Any]):
       history: For each name, one value per epoch, in the order of `epoch`: `loss`, metrics, the results of the
         evaluation at the end of the epoch with the prefix `val_`, and values that callbacks have added to the logs. NaN
         if an epoch has no such value.
+      finished: Whether the run is finished; `--stop_after` may have ended this call before.
     """
 
-    def __init__(self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[Any]]) -> None:
+    def __init__(
+        self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[Any]], *, finished: bool
+    ) -> None:
         super().__init__(summary)
         self.epoch = epoch
         self.history = history
+        self.finished = finished
 
 
 class EpochHistory:
@@ -42,17 +46,20 @@ class EpochHistory:
         self._logs: list[dict[str, Any]] = []
         self.hook = Hook(steps_per_epoch, self._record, also=lambda state: state.ending)
 
-    def result(self, summary: Mapping[str, Any], of_callbacks: Mapping[int, Mapping[str, Any]]) -> FitResult:
+    def result(
+        self, summary: Mapping[str, Any], of_callbacks: Mapping[int, Mapping[str, Any]], *, finished: bool
+    ) -> FitResult:
         """The result of `fit`.
 
         Args:
           summary: The contents of `summary.json`.
           of_callbacks: The logs of epochs as Keras callbacks have left them; they take precedence.
+          finished: Whether the run is finished.
         """
         logged = [logs | dict(of_callbacks.get(epoch, {})) for epoch, logs in zip(self._epoch, self._logs, strict=True)]
         names = dict.fromkeys(name for logs in logged for name in logs)
         history = {name: [logs.get(name, float("nan")) for logs in logged] for name in names}
-        return FitResult(summary, list(self._epoch), history)
+        return FitResult(summary, list(self._epoch), history, finished=finished)
 
     def _record(self, state: LoopState) -> None:
         if not len(state.since.losses):

@@ -127,7 +127,9 @@ class Run:
             if context.program.topology.workers > 1 or not context.program.topology.synchronous:
                 guards.enter_context(ExitOnInterrupt(self._report_interrupted))
             try:
-                return self._history.result(self._run(), self._callbacks.logs if self._callbacks else {})
+                summary, finished = self._run()
+                logs = self._callbacks.logs if self._callbacks else {}
+                return self._history.result(summary, logs, finished=finished)
             except KeyboardInterrupt:
                 self._report_interrupted()
                 raise
@@ -147,7 +149,8 @@ class Run:
                 "every worker the same; where only the chief is to act, return from the function on the others."
             )
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self) -> tuple[dict[str, Any], bool]:
+        """Returns the contents of `summary.json`, and whether the run is finished."""
         context, info = self._context, self._context.info
         self._loop.check()
         self._check_hooks()
@@ -160,9 +163,8 @@ class Run:
             if context.agreement.mean(float(previous is not None)) == 1.0:
                 assert previous is not None
                 with context.program.averages.shown():
-                    return results.report_already_finished(
-                        info, previous, context.monitor, context.program.eval_weights
-                    )
+                    weights = context.program.eval_weights
+                    return results.report_already_finished(info, previous, context.monitor, weights), True
         self._loop.check_weights()
         announce.record_run_info(info, context.monitor, self._loop.traffic, state.step)
         context.files.restarts.begin(state.step)
@@ -175,7 +177,7 @@ class Run:
         if state.preempted and not state.finished:
             raise Preempted
         context.preemption.hand_on()
-        return summary
+        return summary, state.finished
 
     def _train(self, state: LoopState) -> LoopState:
         """Trains until the run is finished, or until this start is to end."""
