@@ -171,6 +171,29 @@ def test_mixed_precision_scales_observations_in_float32(env, tmp_path):
     assert saved.get_layer("observation_normalization").compute_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("priority", [0.0, 0.6])
+def test_an_own_network_in_mixed_precision_learns_values_in_float32(priority):
+    def build(environment):
+        layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(environment.actions.count)]
+        return keras.Sequential([keras.Input(environment.observation_shape), *layers])
+
+    replay = {"replay_batch": 16, "replay_size": 256, "replay_priority": priority}
+    made = rl.ReinforcementTrainer(
+        "CartPole-v1",
+        model=build,
+        algorithm="dqn",
+        precision="mixed_bfloat16",
+        environments=8,
+        steps=8,
+        eval_episodes=2,
+        jit_compile=False,
+        verbose=0,
+        **replay,
+    )
+    assert np.isfinite(made.fit()["train_loss"])
+    assert made.model.compute_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

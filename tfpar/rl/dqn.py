@@ -217,7 +217,7 @@ class DQN:
         options = self.options
         progress = tf.cast(step, tf.float32) / max(self.total_steps * options.explore_share, 1.0)
         explore = 1.0 + tf.minimum(progress, 1.0) * (options.explore_end - 1.0)
-        values = call_model(self.model, params, state, observation, training=False).outputs
+        values, _ = _action_values(self.model, params, state, observation)
         drawn = noise.uniforms(2, seed=run_seed(self.seed), stream=noise.ACTION, index=index, time=time)
         at_random = tf.cast(drawn[1] * float(values.shape[-1]), tf.int32)
         action = tf.where(drawn[0] < explore, at_random, tf.argmax(values, axis=-1, output_type=tf.int32))
@@ -268,7 +268,7 @@ class DQN:
             discount = tf.where(alive > 0.0, discount * goes_on, discount)
             alive *= 1.0 - of(memory.replay.ended, later)
         state = [tf.convert_to_tensor(variable) for variable in self.model.non_trainable_variables]
-        values = call_model(self.model, memory.target, state, following, training=False).outputs
+        values, _ = _action_values(self.model, memory.target, state, following)
         is_first = tf.cast(tf.equal(step % self.options.steps_per_rollout, 0), tf.float32)
         episodes = tf.broadcast_to(is_first * memory.episodes / float(size), [size, 3])
         parts = Targets(of(memory.replay.action, 0), reward, following, discount, values, episodes)
@@ -320,7 +320,7 @@ class DQN:
     ) -> Tensors:
         """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step."""
         x, targets, _ = tf.nest.map_structure(lambda part: tf.reshape(part, [-1, *part.shape[2:]]), batch)
-        values = call_model(self.model, params, state, x, training=False).outputs
+        values, _ = _action_values(self.model, params, state, x)
         error = tf.abs(self.objective.errors(params, state, values, targets))
         first, _ = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
@@ -352,7 +352,7 @@ class DQNObjective:
         """See `Objective`."""
         del scales
         x, targets, weight = batch
-        values, new_state, _ = call_model(self._model, params, state, x, training=training)
+        values, new_state = _action_values(self._model, params, state, x, training=training)
         value = tf.reduce_sum(tf.one_hot(targets.action, values.shape[-1]) * values, axis=-1)
         error = tf.abs(self.errors(params, state, values, targets))
         loss = tf.where(error < 1.0, 0.5 * error * error, error - 0.5)
@@ -360,7 +360,7 @@ class DQNObjective:
         episodes = tf.unstack(targets.episodes, axis=-1)
         named = {"value": weight * value, "error": weight * error, "count": weight}
         sums = NamedSums(named | dict(zip(("episodes", "return", "length"), episodes, strict=True)))
-        return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), list(new_state), sums.in_order(_SUMS))
+        return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), new_state, sums.in_order(_SUMS))
 
     def errors(self, params: Tensors, state: Tensors, values: tf.Tensor, targets: Targets) -> tf.Tensor:
         """Returns the actions' values minus their targets, float32 `[m]`; the targets are not differentiated.
@@ -371,11 +371,19 @@ class DQNObjective:
           values: Values of all actions before the step, `[m, a]`.
           targets: The targets of the micro-batch.
         """
-        ahead = call_model(self._model, params, state, targets.following, training=False).outputs
+        ahead, _ = _action_values(self._model, params, state, targets.following)
         chosen = tf.one_hot(tf.argmax(ahead, axis=-1), values.shape[-1])
         target = targets.reward + targets.discount * tf.reduce_sum(chosen * targets.values, axis=-1)
         value = tf.reduce_sum(tf.one_hot(targets.action, values.shape[-1]) * values, axis=-1)
         return value - tf.stop_gradient(target)
+
+
+def _action_values(
+    model: keras.Model, params: Tensors, state: Tensors, x: tf.Tensor, *, training: bool = False
+) -> tuple[tf.Tensor, Tensors]:
+    """Returns the values of all actions, float32 `[m, a]` whatever the precision of the model, and its new state."""
+    values, new_state, _ = call_model(model, params, state, x, training=training)
+    return tf.cast(values, tf.float32), list(new_state)
 
 
 _SUMS = ("value", "error", "count", "episodes", "return", "length")
