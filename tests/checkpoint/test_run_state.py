@@ -367,6 +367,13 @@ def test_a_complete_run_state_is_taken():
     assert run_state.checked(ASYNCHRONOUS, synchronous=False) is ASYNCHRONOUS
 
 
+@pytest.mark.parametrize("count", [3, 3.0, 4.2])
+def test_the_number_of_examples_of_a_loss_may_be_whole_or_not(count):
+    """Earlier versions rounded it."""
+    run = {**SYNCHRONOUS, "loss": [1.5, count]}
+    assert run_state.checked(run, synchronous=True) is run
+
+
 def test_an_incomplete_run_state_is_refused():
     fine = [("best", -1.5), ("plateau", {}), ("variables", []), ("variables", [None, None])]
     for key in SYNCHRONOUS:

@@ -204,7 +204,7 @@ def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
             scale = run["loss_scale"]
             parts["loss_scale.scale"] = (scale.get("scale"), number)
             parts["loss_scale.good_steps"] = (scale.get("good_steps"), int)
-            parts["loss"] = (run["loss"][1] if len(run["loss"]) == 2 else None, int)
+            parts["loss"] = (run["loss"][1] if len(run["loss"]) == 2 else None, number)
         wrong = [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
     if wrong:
         raise ConfigError(

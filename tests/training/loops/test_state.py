@@ -56,6 +56,22 @@ def test_an_unknown_attribute_is_named_with_the_nearest_one():
         LoopState(1, 2).replace(lr_multiplyer=0.5)
 
 
+@pytest.mark.parametrize("calls", [(10,), (1, 9), (1,) * 10])
+def test_weights_of_examples_need_not_be_whole_numbers(calls):
+    state = LoopState(0, 100)
+    for steps in calls:
+        state = state.advanced(
+            Interval(np.ones(steps), np.full(steps, 1.4), np.ones(steps, bool)), skipped=0, steps_per_epoch=100
+        )
+    assert (state.loss_count, state.train_loss) == (pytest.approx(14.0), pytest.approx(1.0))
+    assert (
+        state.loss_count
+        == LoopState(0, 100)
+        .advanced(Interval(np.ones(10), np.full(10, 1.4), np.ones(10, bool)), skipped=0, steps_per_epoch=100)
+        .loss_count
+    )
+
+
 def test_an_applied_step_without_a_loss_leaves_means_as_they_are():
     steps = Interval(np.array([2.0, np.nan]), np.array([4.0, 1e-6]), np.ones(2, bool))
     assert steps.results() == {"loss": 2.0}

@@ -205,7 +205,7 @@ class RunFiles:
         self._message(f"resumed from step {checkpoint.step}{epoch} of {self._workdir}")
         if position := self._pipeline.restore(checkpoint.exchange, same_workers=same_workers):
             self._message(position)
-        loss_sum, loss_count = run.get("loss") or (0.0, 0)
+        loss_sum, loss_count = run.get("loss") or (0.0, 0.0)
         stopped_by = _still_stopped_by(run, total, program.config)
         return LoopState(
             checkpoint.step,

@@ -92,7 +92,7 @@ class LoopState:
       loss_scale: The loss scale (mixed_float16), or None under `parameter_server`.
       loss_sum: Sum of the losses of all examples of the applied steps of this epoch, or of the epoch that has just
         ended.
-      loss_count: The number of these examples.
+      loss_count: The number of these examples, or the sum of their weights.
       evaluating: The step whose evaluation is still running, under `parameter_server`; otherwise -1.
     """
 
@@ -111,7 +111,7 @@ class LoopState:
     ending: bool = False
     loss_scale: LossScale | None = None
     loss_sum: float = 0.0
-    loss_count: int = 0
+    loss_count: float = 0.0
     evaluating: int = -1
 
     @property
@@ -148,13 +148,13 @@ class LoopState:
         counted = steps.counted[first:]
         counts = steps.counts[first:][counted].astype(np.float64)
         losses = steps.losses[first:][counted].astype(np.float64) * counts
-        # One by one, so that the sum does not depend on how many steps a call has, or where a run was resumed.
-        total = np.cumsum([0.0 if starts_again else self.loss_sum, *losses])[-1]
+        loss_sum, loss_count = (0.0, 0.0) if starts_again else (self.loss_sum, self.loss_count)
+        # One by one, so that the sums do not depend on how many steps a call has, or where a run was resumed.
         return self.replace(
             step=step,
             skipped=self.skipped + skipped,
-            loss_sum=float(total),
-            loss_count=(0 if starts_again else self.loss_count) + round(float(counts.sum())),
+            loss_sum=float(np.cumsum([loss_sum, *losses])[-1]),
+            loss_count=float(np.cumsum([loss_count, *counts])[-1]),
         )
 
     def evaluated(self, step: int, results: Mapping[str, Any]) -> LoopState:
