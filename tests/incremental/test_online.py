@@ -55,6 +55,8 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
         return real_next(position)
 
     learner._chief.next = next_with_arrivals
+    learn_delivery, results = learner._learn_delivery, []
+    learner._learn_delivery = lambda delivery: results.append(learn_delivery(delivery)) or results[-1]
     summary = learner.learn()
     assert (summary["deliveries"], summary["examples"], summary["steps"], summary["skipped"]) == (2, 480, 15, 0)
     x, y = [], []
@@ -76,7 +78,11 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
         **{name: OPTIONS[name] for name in ("strategy", "jit_compile", "verbose")},
         shuffle=False,
     )
-    plain.fit(from_arrays(np.concatenate(x), np.concatenate(y), num_classes=10), epochs=1)
+    losses: list[float] = []
+    note = tfpar.Hook(1, lambda state: losses.extend(state.since.losses))
+    plain.fit(from_arrays(np.concatenate(x), np.concatenate(y), num_classes=10), epochs=1, hooks=[note])
+    of_deliveries = [np.mean(losses[:5]), np.mean(losses[5:])]
+    assert [result["train_loss"] for result in results] == pytest.approx(of_deliveries, rel=1e-6)
     for one, other in zip(learner._trainer.model.weights, plain.model.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert json.loads((run / "exports" / "newest" / "about.json").read_text())["examples"] == 480

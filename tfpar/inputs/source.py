@@ -80,6 +80,7 @@ class SourceInfo:
       decode: For text: token ids (any shape of integers, flattened) to a string.
       digest: Digest of the examples' content if they are arrays in memory; otherwise empty.
       may_be_short: Whether a training split may have fewer examples than a batch, which is then padded at weight 0.
+      first_step: Steps of the run before the first pass over these examples, in a run that continues with others.
     """
 
     name: str
@@ -100,6 +101,7 @@ class SourceInfo:
     decode: Callable[[np.ndarray], str] | None = None
     digest: str = ""
     may_be_short: bool = False
+    first_step: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("task", TASKS), ("storage", STORAGES)):

@@ -72,6 +72,18 @@ def test_weights_of_examples_need_not_be_whole_numbers(calls):
     )
 
 
+@pytest.mark.parametrize("calls", [(8,), (1,) * 8, (5, 3)])
+def test_the_training_loss_is_over_the_steps_since_the_first_of_a_pass(calls):
+    """A pass of eight steps that begins after five others."""
+    losses, state = np.arange(8.0, 0.0, -1.0), LoopState(5, 13, loss_sum=180.0, loss_count=20.0)
+    for steps in calls:
+        part = losses[state.step - 5 :][:steps]
+        state = state.advanced(
+            Interval(part, np.full(steps, 4.0), np.ones(steps, bool)), skipped=0, steps_per_epoch=8, first_step=5
+        )
+    assert state.train_loss == np.mean(losses)
+
+
 def test_an_applied_step_without_a_loss_leaves_means_as_they_are():
     steps = Interval(np.array([2.0, np.nan]), np.array([4.0, 1e-6]), np.ones(2, bool))
     assert steps.results() == {"loss": 2.0}

@@ -185,7 +185,8 @@ class OnlineLearner:
         order = random.permutation(source.info.num_examples)
         source = chosen(source, order, f"delivery {delivery.number}")
         fields = {field.name: getattr(source.info, field.name) for field in dataclasses.fields(source.info)}
-        return dataclasses.replace(source, info=DeliveredInfo(**{**fields, "may_be_short": True}))
+        own = {"may_be_short": True, "first_step": delivery.first_step}
+        return dataclasses.replace(source, info=DeliveredInfo(**(fields | own)))
 
     def _steps_of(self, examples: int) -> int:
         """Returns the number of steps for this number of new examples."""

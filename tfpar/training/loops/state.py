@@ -134,24 +134,26 @@ class LoopState:
             raise unknown_name("LoopState.replace: attribute", name, _FIELDS)
         return dataclasses.replace(self, **changes)
 
-    def advanced(self, steps: Interval, *, skipped: int, steps_per_epoch: int) -> LoopState:
+    def advanced(self, steps: Interval, *, skipped: int, steps_per_epoch: int, first_step: int = 0) -> LoopState:
         """The state after some more steps.
 
         Args:
           steps: Their reports.
           skipped: How many of them were skipped because a replica was not finite.
           steps_per_epoch: Steps of one pass over the examples; the training loss starts again there.
+          first_step: Steps before the first of these passes.
         """
-        step = self.step + len(steps.losses)
-        first = max(0, (step - 1) // steps_per_epoch * steps_per_epoch - self.step)  # the first one in the last epoch
-        starts_again = first > 0 or self.step % steps_per_epoch == 0
+        done = self.step - first_step
+        after = done + len(steps.losses)
+        first = max(0, (after - 1) // steps_per_epoch * steps_per_epoch - done)  # the first one in the last epoch
+        starts_again = first > 0 or done % steps_per_epoch == 0
         counted = steps.counted[first:]
         counts = steps.counts[first:][counted].astype(np.float64)
         losses = steps.losses[first:][counted].astype(np.float64) * counts
         loss_sum, loss_count = (0.0, 0.0) if starts_again else (self.loss_sum, self.loss_count)
         # One by one, so that the sums do not depend on how many steps a call has, or where a run was resumed.
         return self.replace(
-            step=step,
+            step=self.step + len(steps.losses),
             skipped=self.skipped + skipped,
             loss_sum=float(np.cumsum([loss_sum, *losses])[-1]),
             loss_count=float(np.cumsum([loss_count, *counts])[-1]),
