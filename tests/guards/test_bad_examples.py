@@ -121,6 +121,19 @@ def test_steps_without_any_example_change_nothing_and_are_bad(shards):
         trainer_of(on_bad_record="skip", shuffle=False, max_bad_steps=3).fit(train, epochs=2)
 
 
+@pytest.mark.parametrize("bad", [slice(8, 16), slice(0, 40)])
+def test_steps_without_any_example_are_not_called_non_finite(bad, messages, capfd):
+    x, y = np.ones([40, 6], np.float32), np.zeros([40], np.int32)
+    x[bad] = np.nan
+    train = inputs.from_arrays(x, y, num_classes=3, on_bad_record="skip")
+    summary = trainer_of(on_bad_record="skip", shuffle=False).fit(train, epochs=2)
+    count = 2 * len(range(*bad.indices(40)))
+    assert (summary["skipped_steps"], summary["skipped_examples"]) == (0, count)
+    assert "non-finite" not in capfd.readouterr().out
+    warned = any(f"no example that can be used ({count} were left out in all)" in line for line in messages)
+    assert warned == (summary["train_loss"] is None) == (count == 80)
+
+
 def test_reading_that_works_again_is_said_to_be_a_moment_of_the_storage(shards):
     source = load(shards, "validation", on_bad_record="skip")
     elements = tf.data.Dataset.range(1).map(lambda _: tf.io.read_file("/no/such/file"))

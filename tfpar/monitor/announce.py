@@ -198,7 +198,15 @@ def warn_of_skipped(outcome: RunOutcome, monitor: Monitor, bad_weights: str) -> 
       monitor: Its monitor.
       bad_weights: Names the weights that are not finite, see `NonFiniteStreak.bad_weights`; empty if all are.
     """
-    if not outcome.skipped_steps or (outcome.train_loss is not None and not bad_weights):
+    if outcome.train_loss is not None and not bad_weights:
+        return
+    if not outcome.skipped_steps:
+        if outcome.skipped_examples:
+            monitor.message(
+                f"the last epoch had no example that can be used ({outcome.skipped_examples} were left out in all): "
+                "the model has learned nothing from it. Repair the data, or give others.",
+                logging.WARNING,
+            )
         return
     causes = (
         "Likely causes: NaN or infinity in the inputs, labels outside the model's outputs, a --learning_rate that is "

@@ -21,7 +21,7 @@ def run(*calls: int) -> list[LoopState]:
     for call in calls:
         part = slice(state.step, state.step + call)
         done = Interval(losses[part], counts[part].astype(np.float64), applied[part])
-        state = state.advanced(done, skipped=int(np.sum(~done.applied)), steps_per_epoch=PER_EPOCH)
+        state = state.advanced(done, steps_per_epoch=PER_EPOCH)
         states.append(state)
     return states
 
@@ -48,7 +48,7 @@ def test_it_has_the_same_bits_however_many_steps_a_call_has(calls):
 
 def test_there_is_none_where_no_step_of_the_epoch_was_applied():
     none = Interval(np.full(3, np.nan), np.full(3, 8.0), np.zeros(3, bool))
-    assert LoopState(5, 9, loss_sum=1.0, loss_count=8).advanced(none, skipped=3, steps_per_epoch=5).train_loss is None
+    assert LoopState(5, 9, loss_sum=1.0, loss_count=8).advanced(none, steps_per_epoch=5).train_loss is None
 
 
 def test_an_unknown_attribute_is_named_with_the_nearest_one():
@@ -60,14 +60,12 @@ def test_an_unknown_attribute_is_named_with_the_nearest_one():
 def test_weights_of_examples_need_not_be_whole_numbers(calls):
     state = LoopState(0, 100)
     for steps in calls:
-        state = state.advanced(
-            Interval(np.ones(steps), np.full(steps, 1.4), np.ones(steps, bool)), skipped=0, steps_per_epoch=100
-        )
+        state = state.advanced(Interval(np.ones(steps), np.full(steps, 1.4), np.ones(steps, bool)), steps_per_epoch=100)
     assert (state.loss_count, state.train_loss) == (pytest.approx(14.0), pytest.approx(1.0))
     assert (
         state.loss_count
         == LoopState(0, 100)
-        .advanced(Interval(np.ones(10), np.full(10, 1.4), np.ones(10, bool)), skipped=0, steps_per_epoch=100)
+        .advanced(Interval(np.ones(10), np.full(10, 1.4), np.ones(10, bool)), steps_per_epoch=100)
         .loss_count
     )
 
@@ -79,13 +77,19 @@ def test_the_training_loss_is_over_the_steps_since_the_first_of_a_pass(calls):
     for steps in calls:
         part = losses[state.step - 5 :][:steps]
         state = state.advanced(
-            Interval(part, np.full(steps, 4.0), np.ones(steps, bool)), skipped=0, steps_per_epoch=8, first_step=5
+            Interval(part, np.full(steps, 4.0), np.ones(steps, bool)), steps_per_epoch=8, first_step=5
         )
     assert state.train_loss == np.mean(losses)
+
+
+def test_steps_without_examples_are_not_skipped_for_not_being_finite():
+    steps = Interval(np.array([np.nan, np.nan, 1.0]), np.array([4.0, 0.0, 4.0]), np.array([False, False, True]))
+    assert steps.skipped.tolist() == [True, False, False]
+    assert LoopState(0, 9).advanced(steps, steps_per_epoch=9).skipped == 1
 
 
 def test_an_applied_step_without_a_loss_leaves_means_as_they_are():
     steps = Interval(np.array([2.0, np.nan]), np.array([4.0, 1e-6]), np.ones(2, bool))
     assert steps.results() == {"loss": 2.0}
-    state = LoopState(0, 9).advanced(steps, skipped=0, steps_per_epoch=9)
+    state = LoopState(0, 9).advanced(steps, steps_per_epoch=9)
     assert (state.loss_sum, state.loss_count, state.skipped) == (8.0, 4.0, 0)

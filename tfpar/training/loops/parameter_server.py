@@ -178,12 +178,8 @@ class ParameterServerLoop:
         # The monitor leaves out values that are not finite.
         losses = np.where(counts > 0, losses, np.nan)
         done = Interval(losses, counts, applied, [column[finite].sum(axis=0) for column in metrics])
-        state = state.advanced(
-            done,
-            skipped=int(np.sum(~finite)),
-            steps_per_epoch=context.steps_per_epoch,
-            first_step=context.info.train.info.first_step,
-        )
+        first_step = context.info.train.info.first_step
+        state = state.advanced(done, steps_per_epoch=context.steps_per_epoch, first_step=first_step)
         # Workers overlap: the times of the parts of a step are scaled to the time between steps on the chief.
         durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
         scalars = {

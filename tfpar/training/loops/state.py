@@ -56,6 +56,11 @@ class Interval:
         """Bool `[n]`: whether the loss of a step counts: the step was applied, and had examples."""
         return self.applied & ~np.isnan(self.losses)
 
+    @property
+    def skipped(self) -> np.ndarray:
+        """Bool `[n]`: whether a step was left out because a replica was not finite, not for want of examples."""
+        return ~self.applied & (self.counts > 0)
+
     def results(self) -> dict[str, Any]:
         """`loss`, the mean over all examples of the applied steps (NaN if there are none), and metrics by name."""
         counts = self.counts[self.counted]
@@ -134,12 +139,11 @@ class LoopState:
             raise unknown_name("LoopState.replace: attribute", name, _FIELDS)
         return dataclasses.replace(self, **changes)
 
-    def advanced(self, steps: Interval, *, skipped: int, steps_per_epoch: int, first_step: int = 0) -> LoopState:
+    def advanced(self, steps: Interval, *, steps_per_epoch: int, first_step: int = 0) -> LoopState:
         """The state after some more steps.
 
         Args:
           steps: Their reports.
-          skipped: How many of them were skipped because a replica was not finite.
           steps_per_epoch: Steps of one pass over the examples; the training loss starts again there.
           first_step: Steps before the first of these passes.
         """
@@ -154,7 +158,7 @@ class LoopState:
         # One by one, so that the sums do not depend on how many steps a call has, or where a run was resumed.
         return self.replace(
             step=self.step + len(steps.losses),
-            skipped=self.skipped + skipped,
+            skipped=self.skipped + int(np.sum(steps.skipped)),
             loss_sum=float(np.cumsum([loss_sum, *losses])[-1]),
             loss_count=float(np.cumsum([loss_count, *counts])[-1]),
         )

@@ -171,10 +171,7 @@ class SynchronousLoop:
         context.skipped_examples.note(first, done.counts)
         self._steps_per_call.measured(steps, float(seconds_of.mean()))
         state = state.advanced(
-            done,
-            skipped=int(np.sum(~done.applied)),
-            steps_per_epoch=context.steps_per_epoch,
-            first_step=context.info.train.info.first_step,
+            done, steps_per_epoch=context.steps_per_epoch, first_step=context.info.train.info.first_step
         ).replace(loss_scale=result.loss_scale, preempted=bool(asked.any()))
         if self._rounds:
             self._rounds.end_if_due(state, durations)

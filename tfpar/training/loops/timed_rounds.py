@@ -92,18 +92,18 @@ def joined_steps(
     done, applied = own.done, own.done.applied
     weight = float(np.sum(own.loss_counts[applied], dtype=np.float64))
     loss = float(np.sum(own.loss_counts[applied] * done.losses[applied], dtype=np.float64))
-    left_out = float(np.sum(~applied & (done.counts > 0)))
-    sums = [len(done.losses), loss, weight, float(done.counts[applied].sum()), left_out]
+    sums = [len(done.losses), loss, weight, *(float(done.counts[part].sum()) for part in (applied, done.skipped))]
+    sums.append(float(np.sum(done.skipped)))
     sizes = [part.size for part in done.metric_sums]
     parts = [row, sums, *(np.ravel(part) for part in done.metric_sums)]
     table = np.stack(agreement.gather_arrays(np.concatenate([np.asarray(part, np.float64) for part in parts])))
     rows, totals, *metrics = np.split(table, np.cumsum([len(row), len(sums), *sizes])[:-1], axis=1)
-    taken, losses, weights, counts, bad = totals.T
+    taken, losses, weights, counts, bad_counts, bad = totals.T
     steps = steps_of(np.rint(taken).astype(np.int64))
     skipped = min(round(float(bad.sum())), steps) if weights.sum() else steps
     good = np.arange(steps) >= skipped
     mean = losses.sum() / weights.sum() if weights.sum() else np.nan
-    count = counts.sum() / max(steps - skipped, 1)
+    count, bad_count = counts.sum() / max(steps - skipped, 1), bad_counts.sum() / max(skipped, 1)
     metric_sums = [part.sum(axis=0).reshape(one.shape) for part, one in zip(metrics, done.metric_sums, strict=True)]
-    interval = Interval(np.where(good, mean, np.nan), np.where(good, count, 0.0), good, metric_sums)
+    interval = Interval(np.where(good, mean, np.nan), np.where(good, count, bad_count), good, metric_sums)
     return interval, rows, weights
