@@ -59,7 +59,7 @@ class Interval:
     @property
     def skipped(self) -> np.ndarray:
         """Bool `[n]`: whether a step was left out because a replica was not finite, not for want of examples."""
-        return ~self.applied & (self.counts > 0)
+        return ~self.applied & (self.counts != 0)
 
     def results(self) -> dict[str, Any]:
         """`loss`, the mean over all examples of the applied steps (NaN if there are none), and metrics by name."""
