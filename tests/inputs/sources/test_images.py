@@ -108,6 +108,13 @@ def test_a_directory_that_may_not_be_read_is_not_called_missing(tmp_path):
             build(folder)
 
 
+def test_a_class_that_may_not_be_read_is_not_left_out(folder):
+    said = rf"--dataset=images:{folder}: '{folder}/red' cannot be read \(Permission denied\)"
+    for split in ("train", "validation"):
+        with permissions.of(folder / "red", 0), pytest.raises(ConfigError, match=said):
+            build(folder, split)
+
+
 def test_unsuitable_directories_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such directory"):
         build(tmp_path / "nowhere")

@@ -113,7 +113,8 @@ def test_files_that_may_not_be_seen_are_not_called_missing(tmp_path):
     folder.mkdir(parents=True)
     (folder / "a.txt").write_bytes(bytes(1000))
     said = r"--dataset=text:.*private.*: '.*private.*' cannot be read \(Permission denied\)"
-    for closed, path in ((folder.parent, folder), (folder.parent, folder / "a.txt"), (folder, folder)):
+    parent, file = folder.parent, folder / "a.txt"
+    for closed, path in ((parent, folder), (parent, file), (folder, folder), (folder, parent)):
         with permissions.of(closed, 0), pytest.raises(ConfigError, match=said):
             build(path)
 

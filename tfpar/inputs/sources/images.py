@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import memory, source
+from tfpar.inputs.folders import files_below
 from tfpar.inputs.source import Source, SourceInfo
 from tfpar.process.writable import read_error
 
@@ -216,12 +217,10 @@ def _central_part(image: tf.Tensor, height: int, width: int) -> tf.Tensor:
 def _warn_of_other_images(name: str, root: str) -> None:
     """Warns of image files below a directory whose formats are not read."""
     kinds: collections.Counter[str] = collections.Counter()
-    for folder, folders, files in os.walk(root):
-        folders[:] = [folder for folder in folders if not folder.startswith(".")]
-        for file in files:
-            suffix = os.path.splitext(file)[1].lower()
-            if suffix and suffix not in SUFFIXES and not file.startswith(".") and _is_image(suffix) and folder != root:
-                kinds[suffix] += 1
+    for file in files_below(root, f"--dataset={name}"):
+        suffix = os.path.splitext(file)[1].lower()
+        if "/" in file and suffix and suffix not in SUFFIXES and _is_image(suffix):
+            kinds[suffix] += 1
     if kinds:
         listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(kinds.items()))
         _log.warning(
@@ -249,12 +248,12 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
                 "Both need the same class folders."
             )
         base = os.path.join(root, "train" if training else separate)
-        chosen = {label: _images(os.path.join(base, label)) for label in classes}
+        chosen = {label: _images(name, os.path.join(base, label)) for label in classes}
     else:
         classes, base = folders, root
         chosen = {}
         for label in classes:
-            files = _images(os.path.join(base, label))
+            files = _images(name, os.path.join(base, label))
             count = round(len(files) * fraction)
             if fraction > 0:  # every class has examples for training and for evaluation
                 count = min(max(count, 1), max(len(files) - 1, 0))
@@ -274,16 +273,6 @@ def _folders(path: str) -> list[str]:
     return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _images(root: str) -> list[str]:
+def _images(name: str, root: str) -> list[str]:
     """Returns the relative paths of the image files below a directory, sorted; a missing directory has none."""
-    paths = []
-    for folder, folders, files in os.walk(root):
-        # Hidden folders hold copies, such as .ipynb_checkpoints.
-        folders[:] = [each for each in folders if not each.startswith(".")]
-        relative = os.path.relpath(folder, root)
-        paths += [
-            file if relative == "." else f"{relative}/{file}".replace(os.sep, "/")
-            for file in files
-            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
-        ]
-    return sorted(paths)
+    return [file for file in files_below(root, f"--dataset={name}") if file.lower().endswith(SUFFIXES)]

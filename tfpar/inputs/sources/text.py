@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import source
+from tfpar.inputs.folders import files_below
 from tfpar.inputs.source import Source, SourceInfo
 from tfpar.process.writable import read_error
 
@@ -103,7 +104,7 @@ def _standard_library() -> tuple[str, list[str]]:
     root = sysconfig.get_path("stdlib")
     names = [
         name
-        for name in _walk(root)
+        for name in files_below(root, "--dataset=text")
         if name.endswith(".py") and not _NOT_STDLIB.intersection(name.split("/")) and not name.startswith("config-")
     ]
     if not names:
@@ -128,7 +129,7 @@ def list_files(argument: str, name: str = "") -> tuple[str, list[str]]:
     if os.path.isfile(path):
         return os.path.dirname(path), [os.path.basename(path)]
     if os.path.isdir(path):
-        root, names = path, _walk(path)
+        root, names = path, files_below(path, name or f"--dataset=text:{argument}")
     else:
         paths = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
         root = path
@@ -148,17 +149,6 @@ def list_files(argument: str, name: str = "") -> tuple[str, list[str]]:
             "pattern. Correct the path, or leave it out to read the standard library: --dataset=text."
         )
     return root, names
-
-
-def _walk(root: str) -> list[str]:
-    """Returns the sorted relative paths of all visible files below a directory, without following links."""
-    names = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        relative = os.path.relpath(folder, root).replace(os.sep, "/")
-        prefix = "" if relative == "." else f"{relative}/"
-        names += [prefix + name for name in files if not name.startswith(".")]
-    return sorted(names)
 
 
 def read_file(path: str, name: str = "--dataset=text") -> bytes:
