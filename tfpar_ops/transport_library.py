@@ -27,7 +27,7 @@ OPERATIONS = (
     "TfparExchange",
     "TfparExchangeResource",
 )
-ABI_VERSION = 3  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
+ABI_VERSION = 4  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
 _TEXTS = ctypes.POINTER(ctypes.c_char_p)
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 _MESSAGE_BYTES = 1024
@@ -41,7 +41,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tfpar_transport_connect": (ctypes.c_int, [ctypes.c_int64, _TEXTS, *_MESSAGE]),
     "tfpar_transport_dropped": (ctypes.c_int64, [ctypes.c_int64]),
     "tfpar_transport_waiting_ms": (ctypes.c_int64, [ctypes.c_int64]),
-    "tfpar_transport_abort": (None, [ctypes.c_int64, ctypes.c_char_p]),
+    "tfpar_transport_abort": (None, [ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p]),
     "tfpar_transport_close": (None, [ctypes.c_int64]),
 }
 
@@ -115,9 +115,15 @@ class TransportLibrary:
         """Seconds that the oldest call has been under way; 0 where there is none."""
         return float(1e-3 * self._core.tfpar_transport_waiting_ms(mesh))
 
-    def abort(self, mesh: int, reason: str) -> None:
-        """Ends all calls, and those to come, with an `UnavailableError`. The first reason stays."""
-        self._core.tfpar_transport_abort(mesh, reason.encode())
+    def abort(self, mesh: int, reason: str, *, own: bool = False) -> None:
+        """Ends all calls, and those to come, also of the other workers, which get the reason. The first one stays.
+
+        Args:
+          mesh: Its number.
+          reason: The reason.
+          own: Whether this worker is the cause. Otherwise calls end with an `UnavailableError`, here and there.
+        """
+        self._core.tfpar_transport_abort(mesh, own, reason.encode(errors="replace"))
 
     def close(self, mesh: int) -> None:
         """Ends all calls, and closes the connections."""

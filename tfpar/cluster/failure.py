@@ -50,6 +50,9 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
 # What the native transport says of workers that do not answer (tfpar/collectives/gloo_mesh.py).
 _SILENT = re.compile(r"lost (/job:.*): no answer")
+# What it says of a worker that has failed (tfpar_ops/transport/mesh.cc), and of this one (started_call.h).
+_FAILED = re.compile(r"(/job:\S+ \(\S+\)) failed: (.*?)(?: \[Op:.*)?$", re.MULTILINE)
+_OWN_CALL = "this worker's part of a collective call failed"
 
 # What TensorFlow raises when another worker is at fault, and not this one.
 COMMUNICATION_ERRORS = (
@@ -173,7 +176,7 @@ def peer_errors_named(info: ClusterInfo | None) -> Iterator[None]:
     try:
         yield
     except (*COMMUNICATION_ERRORS, *_AMBIGUOUS_ERRORS) as error:
-        if info is None or info.num_workers < 2:
+        if info is None or info.num_workers < 2 or _OWN_CALL in error.message:
             raise
         certain = _is_of_peers(error, info)
         if not certain and not isinstance(error, _BROKEN_CONNECTIONS) and "/task:" not in error.message:
@@ -255,8 +258,10 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
             f"a collective operation failed though every worker answers ({shortened(line.strip())}). This worker "
             "ends; the log of the worker that ended first shows the cause."
         )
+    failed = _FAILED.search(error.message)
+    what = f"it failed ({failed[2]})" if failed else "ended, hanging or not reachable"
     return (
-        f"lost {format_tasks(info, ranks)}: ended, hanging or not reachable. This worker ends too. The log of the "
+        f"lost {format_tasks(info, ranks)}: {what}. This worker ends too. The log of the "
         "lost worker shows why it ended; if nothing needs fixing, restart all workers; they resume from the newest "
         "checkpoint."
     )
@@ -287,7 +292,7 @@ def find_lost(error: tf.errors.OpError, info: ClusterInfo) -> list[int]:
     Returns:
       Ranks, without this worker's; empty if every worker answers.
     """
-    listed = _UNHEALTHY.search(error.message) or _SILENT.search(error.message)
+    listed = next(filter(None, (each.search(error.message) for each in (_UNHEALTHY, _SILENT, _FAILED))), None)
     if listed:
         return _ranks(info, listed[1])
     # The error names the target of the broken call first, and after it those whose calls broke as a consequence.

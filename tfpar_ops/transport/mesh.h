@@ -35,10 +35,13 @@ class UnboundBuffer;
 namespace tfpar {
 
 struct CodedExchange;
+class RunningCall;
 
-// How a call ended. `message` is empty if it succeeded.
+// How a call ended. `message` is empty if it succeeded. kLost: another worker is the cause. The other kinds are of this worker:
+// an operation of its own failed, or the transport was closed (kCancelled); the call cannot be made (kRefused); no memory or
+// thread is left (kExhausted); anything else (kFailed).
 struct Outcome {
-  enum Kind { kDone, kLost, kCancelled, kRefused };
+  enum Kind { kDone, kLost, kCancelled, kRefused, kExhausted, kFailed };
   Kind kind = kDone;
   std::string message;
 };
@@ -78,6 +81,12 @@ struct Call {
   std::function<void(const Outcome&)> done;  // called once: in another thread, or by Start if there is no thread left
 };
 
+// The last message of a connection, from a worker that has failed: the cause. It names the worker that was lost first.
+struct Farewell {
+  char text[511] = {};
+  char complete = 0;  // the last byte, so it arrives last
+};
+
 class Mesh {
  public:
   // Listens on a port of the address that `host` names, alone, until all are connected (PeerListener).
@@ -104,10 +113,11 @@ class Mesh {
   // Number of connections that were dropped because they did not have the token.
   uint64_t dropped() const { return listener_ ? listener_->dropped() : dropped_; }
 
-  // Starts a call. Does not block. A call that fails ends all later ones of this worker: see Abort.
+  // Starts a call. Does not block. A call that fails ends all later ones: see Abort.
   void Start(Call call);
 
-  // Ends all calls, later ones included. The first reason is kept.
+  // Ends all calls of this worker, later ones included, and those of the others: it sends them the reason, and closes the
+  // connections. Does not block; the first reason is kept.
   void Abort(Outcome::Kind kind, const std::string& reason);
 
   // Milliseconds since the oldest running call began; 0 if none is running.
@@ -119,9 +129,13 @@ class Mesh {
  private:
   friend class RunningCall;
   void Watch();
+  void ReceiveFarewells();
+  bool NoticeLosses();
+  std::string TextOfLoss(int rank, const std::string& error) const;
+  void Disconnect(const Outcome& failure);
   void WakeAll();
   Outcome Execute(Call& call);
-  Outcome Attempt(Call& call);
+  Outcome Attempt(Call& call, RunningCall& running);
 
   const int rank_;
   const std::vector<std::string> names_;
@@ -130,14 +144,20 @@ class Mesh {
   std::unique_ptr<PeerListener> listener_;  // until all are connected
   uint64_t dropped_ = 0;
   std::shared_ptr<gloo::transport::Context> context_;
+  // By rank. The thread of Gloo writes them; they may be read once an error has ended the connection.
+  std::vector<Farewell> farewells_;
+  std::unique_ptr<gloo::transport::UnboundBuffer> receives_farewells_;
 
   mutable std::mutex mutex_;                 // guards all members below
-  std::set<class RunningCall*> running_;
-  std::vector<std::string> lost_;            // the error that ended the connection to each rank; empty while it is open
+  std::set<RunningCall*> running_;
+  std::vector<std::string> lost_;            // by rank: how it was lost; empty while the connection is open
   std::vector<int> losses_;                  // those ranks, in the order in which the losses were noticed
   Outcome failure_;                          // of Abort
-  bool closing_ = false;
-  std::unique_ptr<gloo::transport::UnboundBuffer> watched_;
+  bool closing_ = false;                     // without a failure
+  bool watching_ = false;                    // until the watcher has closed the connections, or they are all lost
+  std::condition_variable watched_last_;
+  char watched_byte_ = 0;
+  std::unique_ptr<gloo::transport::UnboundBuffer> watched_;  // changed by the watcher
   std::thread watcher_;
   SpareMemory memory_;
   Turns turns_;

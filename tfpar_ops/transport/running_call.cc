@@ -94,8 +94,10 @@ uint64_t RunningCall::Slot(int phase) const {
   return mixed >> 1;
 }
 
-void RunningCall::Lost(int rank, const std::string& reason) {
-  throw CallEnded{{Outcome::kLost, "lost " + mesh_.names_[rank] + ": " + reason}};
+void RunningCall::Lost(int rank, const std::string& error) {
+  std::lock_guard<std::mutex> lock(mesh_.mutex_);
+  if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};  // which closed the connections
+  throw CallEnded{{Outcome::kLost, mesh_.TextOfLoss(rank, error)}};
 }
 
 void RunningCall::Receive(Port& port, int phase, size_t offset, size_t bytes) {
@@ -103,7 +105,7 @@ void RunningCall::Receive(Port& port, int phase, size_t offset, size_t bytes) {
     port.buffer->recv(port.rank, Slot(phase), offset, bytes);
     ++port.receives;
   } catch (const gloo::IoException& error) {
-    Lost(port.rank, WithoutPlace(error.what()));
+    Lost(port.rank, error.what());
   }
 }
 
@@ -112,7 +114,7 @@ void RunningCall::Send(Port& port, int phase, size_t offset, size_t bytes) {
     port.buffer->send(port.rank, Slot(phase), offset, bytes);
     ++port.sends;
   } catch (const gloo::IoException& error) {
-    Lost(port.rank, WithoutPlace(error.what()));
+    Lost(port.rank, error.what());
   }
 }
 
@@ -124,7 +126,7 @@ void RunningCall::WaitReceive(Port& port) {
         return;
       }
     } catch (const gloo::IoException& error) {
-      Lost(port.rank, WithoutPlace(error.what()));
+      Lost(port.rank, error.what());
     }
     Check();
   }
@@ -139,7 +141,7 @@ void RunningCall::WaitSend(Port& port) {
         return;
       }
     } catch (const gloo::IoException& error) {
-      Lost(port.rank, WithoutPlace(error.what()));
+      Lost(port.rank, error.what());
     }
     Check();
   }
@@ -152,27 +154,25 @@ void RunningCall::WaitSends(Port& port) {
 // Ends the call if the mesh has failed, or if it still needs a lost worker. Of several lost workers the first is named: the
 // others may have ended because of it.
 void RunningCall::Check() {
-  std::vector<int> losses;
-  std::vector<std::string> reasons;
-  {
-    std::lock_guard<std::mutex> lock(mesh_.mutex_);
-    if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};
-    losses = mesh_.losses_;
-    reasons = mesh_.lost_;
-  }
-  for (const int rank : losses) {
+  // Until `failure_` says why the connections were closed: otherwise other calls would take them for lost.
+  std::lock_guard<std::mutex> lock(mesh_.mutex_);
+  if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};
+  for (const int rank : mesh_.losses_) {
     for (const auto& port : ports_) {
-      if (port->rank == rank) Drain(*port, reasons[rank]);
+      if (port->rank != rank || Drain(*port)) continue;
+      mesh_.failure_ = {Outcome::kLost, mesh_.lost_[rank]};
+      throw CallEnded{mesh_.failure_};
     }
   }
 }
 
-// A worker that has ended after its part of the call is not a loss: its messages have arrived, and those to it were sent.
+// Returns whether the messages to and from a lost worker are complete. A worker that has ended after its part of the call is
+// not a loss: its messages have arrived, and those to it were sent.
 //
 // When a connection breaks, Gloo 0.5 does not notify the buffer whose message is incomplete (Pair::signalException), and only
 // a wait returns whether a message is complete. A wait with no time left that fails closes all other connections as well.
 // This worker does not need them any more: the call has failed, and with it the step.
-void RunningCall::Drain(Port& port, const std::string& reason) {
+bool RunningCall::Drain(Port& port) {
   constexpr std::chrono::milliseconds kNow(0);
   try {
     while (port.receives > 0) {
@@ -184,10 +184,9 @@ void RunningCall::Drain(Port& port, const std::string& reason) {
       if (port.buffer->waitSend(nullptr, kNow)) --port.sends;
     }
   } catch (const gloo::IoException&) {
-    const Outcome outcome{Outcome::kLost, "lost " + mesh_.names_[port.rank] + ": " + reason};
-    mesh_.Abort(outcome.kind, outcome.message);
-    throw CallEnded{outcome};
+    return false;
   }
+  return true;
 }
 
 void RunningCall::Exchange(bool rows_differ, const void* own) {

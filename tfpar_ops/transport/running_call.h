@@ -62,8 +62,8 @@ class RunningCall {
   void WaitSend(Port& port);  // waits for one send, if there is one
   void WaitSends(Port& port);
   void Check();
-  void Drain(Port& port, const std::string& reason);
-  [[noreturn]] void Lost(int rank, const std::string& reason);
+  bool Drain(Port& port);
+  [[noreturn]] void Lost(int rank, const std::string& error);
 
   void Exchange(bool rows_differ, const void* own_out);  // all-gather and all-to-all
   void Sum(bool gather);                                 // all-reduce and reduce-scatter

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,26 @@ inline absl::Status ReadInstance(::tensorflow::OpKernelContext* ctx, Call* call)
   return absl::OkStatus();
 }
 
+// The error of an operation. Only that of a lost worker has the words of TensorFlow's own collectives, by which
+// tfpar/cluster/failure.py knows it, as it knows the others by theirs.
+inline absl::Status StatusOf(const Outcome& outcome) {
+  const std::string own = "this worker's part of a collective call failed: " + outcome.message;
+  switch (outcome.kind) {
+    case Outcome::kDone:
+      return absl::OkStatus();
+    case Outcome::kLost:
+      return absl::UnavailableError("Collective call: " + outcome.message);
+    case Outcome::kCancelled:
+      return absl::CancelledError(own);
+    case Outcome::kRefused:
+      return absl::FailedPreconditionError(own);
+    case Outcome::kExhausted:
+      return absl::ResourceExhaustedError(own);
+    case Outcome::kFailed:
+      return absl::InternalError(own);
+  }
+}
+
 // Starts a call; the operation ends after the call's own `done`, if it has one.
 inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, Call call,
                       ::tensorflow::AsyncOpKernel::DoneCallback done) {
@@ -68,9 +89,7 @@ inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, Call c
   call.done = [ctx, own = std::move(call.done), done = std::move(done), manager, token](const Outcome& outcome) {
     if (manager != nullptr) manager->DeregisterCallback(token);
     if (own) own(outcome);
-    if (outcome.kind == Outcome::kLost) ctx->SetStatus(absl::UnavailableError("Collective call: " + outcome.message));
-    if (outcome.kind == Outcome::kCancelled) ctx->SetStatus(absl::CancelledError("Collective call: " + outcome.message));
-    if (outcome.kind == Outcome::kRefused) ctx->SetStatus(absl::FailedPreconditionError(outcome.message));
+    if (outcome.kind != Outcome::kDone) ctx->SetStatus(StatusOf(outcome));
     done();
   };
   mesh->Start(std::move(call));

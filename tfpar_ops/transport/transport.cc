@@ -127,9 +127,9 @@ int64_t tfpar_transport_waiting_ms(int64_t number) {
   return mesh ? mesh->WaitingMs() : 0;
 }
 
-void tfpar_transport_abort(int64_t number, const char* reason) {
+void tfpar_transport_abort(int64_t number, int32_t own, const char* reason) {
   const std::shared_ptr<Mesh> mesh = FindMesh(number);
-  if (mesh) mesh->Abort(tfpar::Outcome::kLost, reason);
+  if (mesh) mesh->Abort(own ? tfpar::Outcome::kFailed : tfpar::Outcome::kLost, reason);
 }
 
 void tfpar_transport_close(int64_t number) {

@@ -15,7 +15,7 @@ extern "C" {
 
 // Version of these functions and of the operations; increase it with every change of them.
 // tfpar_ops/transport_library.py has the same number, and loads no library that has another one.
-#define TFPAR_TRANSPORT_ABI_VERSION 3
+#define TFPAR_TRANSPORT_ABI_VERSION 4
 int32_t tfpar_transport_abi_version(void);
 
 // Creates the part of worker `rank` in a mesh of `size` workers, and listens on a port for the others until all are connected.
@@ -42,8 +42,10 @@ int64_t tfpar_transport_dropped(int64_t mesh);
 // Milliseconds since the oldest running call began; 0 if none is running.
 int64_t tfpar_transport_waiting_ms(int64_t mesh);
 
-// Ends all calls, later ones included, with an UnavailableError. The first reason is kept.
-void tfpar_transport_abort(int64_t mesh, const char* reason);
+// Ends all calls, later ones included, also those of the other workers, which receive the reason. The first reason is kept.
+// Does not block.
+//   own: whether this worker is the cause. If not, calls end with an UnavailableError, here as there.
+void tfpar_transport_abort(int64_t mesh, int32_t own, const char* reason);
 
 // Ends all calls and all threads, and closes the connections. Blocks until then.
 void tfpar_transport_close(int64_t mesh);

@@ -80,7 +80,8 @@ TEST(ATaskIsRefusedWhereNoThreadIsLeft) {
 }
 #endif
 
-// A call of worker 0 fails before it begins, and worker 1 waits for it. No later call of worker 0 may be taken for it.
+// A call of worker 0 fails before it begins, and worker 1 waits for it. No later call of worker 0 may be taken for it, and
+// worker 1 is told why.
 void CheckThatNoLaterCallIsTakenFor(Call failing, Outcome::Kind kind, const std::string& message) {
   Meshes meshes = Connected(2);
   std::vector<float> in(4, 1.f), out0(4), out1(4);
@@ -91,9 +92,8 @@ void CheckThatNoLaterCallIsTakenFor(Call failing, Outcome::Kind kind, const std:
     const Outcome outcome = waiting.Wait()[0];
     CHECK(outcome.kind == kind && outcome.message == message, outcome.message);
   }
-  meshes[0].reset();
   const Outcome outcome = other.Wait()[0];
-  CHECK(outcome.kind == Outcome::kLost && outcome.message.find("lost worker 0: ") == 0, outcome.message);
+  CHECK(outcome.kind == Outcome::kLost && outcome.message == "worker 0 failed: " + message, outcome.message);
 }
 
 TEST(ACallThatIsRefusedDoesNotBegin) {
@@ -107,7 +107,65 @@ TEST(ACallWithoutMemoryEndsThoseAfterIt) {
   Call call;
   call.members = {0, 1};
   call.prepare = []() -> Outcome { throw std::bad_alloc(); };
-  CheckThatNoLaterCallIsTakenFor(std::move(call), Outcome::kLost, "this worker has no memory for a call");
+  CheckThatNoLaterCallIsTakenFor(std::move(call), Outcome::kExhausted, "no memory is left for a call");
+}
+
+// As after another error of the program, from any thread.
+TEST(AnAbortEndsTheCallsOfTheOthersByItsReason) {
+  for (const Outcome::Kind kind : {Outcome::kFailed, Outcome::kLost}) {
+    Meshes meshes = Connected(3);
+    std::vector<float> in(4, 1.f), out1(4), out2(4);
+    Waiting waiting;
+    waiting.Start(*meshes[1], SumCall(Collective::kAllReduce, {0, 1}, 1, 1, in.data(), out1.data(), 4));
+    meshes[0]->Abort(kind, "worker 2 does not answer");
+    const std::string expected = kind == Outcome::kLost ? "worker 2 does not answer" : "worker 0 failed: worker 2 does not answer";
+    Outcome outcome = waiting.Wait()[0];
+    CHECK(outcome.kind == Outcome::kLost && outcome.message == expected, outcome.message);
+    // Of worker 1, which passes the reason on.
+    waiting.Start(*meshes[2], SumCall(Collective::kAllReduce, {1, 2}, 1, 2, in.data(), out2.data(), 4));
+    outcome = waiting.Wait()[0];
+    CHECK(outcome.kind == Outcome::kLost && outcome.message == expected, outcome.message);
+  }
+}
+
+TEST(ALongReasonIsCutBetweenCharacters) {
+  Meshes meshes = Connected(2);
+  std::string reason;
+  for (int i = 0; i < 1000; ++i) reason += "\xc3\xa9";
+  std::vector<float> in(4), out(4);
+  Waiting waiting;
+  waiting.Start(*meshes[1], SumCall(Collective::kAllReduce, {0, 1}, 1, 1, in.data(), out.data(), 4));
+  meshes[0]->Abort(Outcome::kFailed, reason);
+  const std::string message = waiting.Wait()[0].message, begin = "worker 0 failed: ";
+  CHECK(message.size() == begin.size() + 492, std::to_string(message.size()));
+  CHECK(message == begin + reason.substr(0, 492), message);
+}
+
+double ProcessorSeconds() {
+  rusage usage;
+  CHECK(getrusage(RUSAGE_SELF, &usage) == 0, "getrusage");
+  return usage.ru_utime.tv_sec + usage.ru_stime.tv_sec + 1e-6 * (usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+}
+
+// Gloo's own thread would try to read the rest of the message without a pause, and have no memory for it.
+TEST(AnAbortWithinAMessageLeavesNothingRunning) {
+  const size_t elements = size_t{16} << 20;
+  std::vector<float> in(elements, 1.f), out0(2 * elements), out1(2 * elements);
+  bool ended = false;
+  for (int attempt = 0; attempt < 50 && !ended; ++attempt) {
+    Meshes meshes = Connected(2);
+    Waiting waiting, other;
+    waiting.Start(*meshes[0], SumCall(Collective::kAllGather, {0, 1}, 0, 1, in.data(), out0.data(), elements));
+    other.Start(*meshes[1], SumCall(Collective::kAllGather, {0, 1}, 1, 1, in.data(), out1.data(), elements));
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    meshes[0]->Abort(Outcome::kFailed, "no reason");
+    ended = waiting.Wait()[0].kind == Outcome::kFailed && other.Wait()[0].kind == Outcome::kLost;
+    const double before = ProcessorSeconds();
+    std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    const double used = ProcessorSeconds() - before;
+    CHECK(used < 0.1, std::to_string(used) + " s");
+  }
+  CHECK(ended, "no call was under way");
 }
 
 // Worker 1 waits for worker 0, which waits for the lost worker: the call of worker 1 still fails and names that worker.
