@@ -90,6 +90,12 @@ def test_a_call_that_is_refused_ends_the_call_of_the_other_worker(meshes):
         raise own
 
 
+def test_an_error_before_a_call_ends_the_call_of_the_other_worker(meshes):
+    own, other = errors_of([gather(meshes, 0, tf.ones([2, 3])), gather(meshes, 1, tf.ones([1, 3]))])
+    assert isinstance(own, tf.errors.InvalidArgumentError)
+    check_named(own, other, "the first dimension of the input, [2,3], must be 1")
+
+
 def test_an_error_of_the_program_ends_the_call_of_the_other_worker(meshes):
     def fail() -> None:
         transport_library().abort(meshes[0], "ValueError: a hook", own=True)

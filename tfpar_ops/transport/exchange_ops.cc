@@ -94,11 +94,9 @@ class ExchangeKernel : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     Call call = call_;
-    OP_REQUIRES_OK_ASYNC(ctx, ReadInstance(ctx, &call), done);
     auto exchange = std::make_shared<CodedExchange>();
-    OP_REQUIRES_OK_ASYNC(ctx, Prepare(ctx, call, *exchange), done);
     Tensor* norms = nullptr;
-    OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output("norms", TensorShape({2}), &norms), done);
+    const absl::Status prepared = Prepare(ctx, call, *exchange, &norms);
     call.bytes = exchange->total;
     call.element_bytes = static_cast<size_t>(codec_.kind) << 40 | static_cast<size_t>(codec_.scale_bits) << 32 |
                          static_cast<size_t>(codec_.block);
@@ -117,11 +115,13 @@ class ExchangeKernel : public AsyncOpKernel {
       }
     };
     call.coded = std::move(exchange);
-    StartCall(ctx, mesh_, std::move(call), std::move(done));
+    StartCall(ctx, mesh_, prepared, std::move(call), std::move(done));
   }
 
  private:
-  absl::Status Prepare(OpKernelContext* ctx, const Call& call, CodedExchange& exchange) {
+  absl::Status Prepare(OpKernelContext* ctx, Call& call, CodedExchange& exchange, Tensor** norms) {
+    TF_RETURN_IF_ERROR(ReadInstance(ctx, &call));
+    TF_RETURN_IF_ERROR(ctx->allocate_output("norms", TensorShape({2}), norms));
     exchange.codec = codec_;
     const Tensor& seed_steps = ctx->input(tensors_ + 2);
     if (seed_steps.dims() != 2 || seed_steps.NumElements() != 4) {

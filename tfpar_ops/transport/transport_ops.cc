@@ -185,14 +185,14 @@ class CollectiveKernel : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     Call call = call_;
-    OP_REQUIRES_OK_ASYNC(ctx, ReadInstance(ctx, &call), done);
-    OP_REQUIRES_OK_ASYNC(ctx, Prepare(ctx, call), done);
-    StartCall(ctx, mesh_, std::move(call), std::move(done));
+    const absl::Status prepared = Prepare(ctx, call);
+    StartCall(ctx, mesh_, prepared, std::move(call), std::move(done));
   }
 
  private:
   // Finds input and output of a call. The context keeps both until `done`.
   absl::Status Prepare(OpKernelContext* ctx, Call& call) {
+    TF_RETURN_IF_ERROR(ReadInstance(ctx, &call));
     if (kCollective == Collective::kBarrier) {
       Tensor* output = nullptr;
       TF_RETURN_IF_ERROR(ctx->allocate_output(0, TensorShape({}), &output));
