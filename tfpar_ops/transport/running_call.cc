@@ -16,10 +16,24 @@ constexpr int kWindow = 4;
 // Below this many bytes for each worker, every worker sends everything to every other one: one round trip instead of two.
 constexpr size_t kSmallBytes = size_t{8} << 10;
 
+uint64_t Mixed(uint64_t key, uint64_t part) {
+  key += part + 0x9e3779b97f4a7c15u;  // splitmix64
+  key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9u;
+  key = (key ^ (key >> 27)) * 0x94d049bb133111ebu;
+  return key ^ (key >> 31);
+}
+
+// The keys of two groups may be the same.
+uint64_t KeyOf(const Call& call) {
+  uint64_t key = call.key;
+  for (const int member : call.members) key = Mixed(key, member);
+  return key;
+}
+
 }  // namespace
 
 RunningCall::RunningCall(Mesh& mesh, Call& call)
-    : mesh_(mesh), call_(call), began_(std::chrono::steady_clock::now()) {}
+    : mesh_(mesh), call_(call), key_(KeyOf(call)), began_(std::chrono::steady_clock::now()) {}
 
 RunningCall::~RunningCall() {
   if (registered_) {
@@ -82,14 +96,11 @@ void RunningCall::Register() {
 
 // Sizes are part of the key: Gloo ends the process if a message is longer than the receive (0.5, Pair::prepareRead).
 uint64_t RunningCall::Slot(int phase) const {
-  uint64_t mixed = call_.key;
+  uint64_t mixed = key_;
   for (const uint64_t part : {static_cast<uint64_t>(call_.collective), static_cast<uint64_t>(call_.bytes),
                               static_cast<uint64_t>(call_.in_bytes), static_cast<uint64_t>(call_.element_bytes),
                               static_cast<uint64_t>(phase)}) {
-    mixed += part + 0x9e3779b97f4a7c15u;  // splitmix64
-    mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
-    mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
-    mixed ^= mixed >> 31;
+    mixed = Mixed(mixed, part);
   }
   return mixed >> 1;
 }

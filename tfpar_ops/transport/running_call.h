@@ -77,6 +77,7 @@ class RunningCall {
 
   Mesh& mesh_;
   Call& call_;
+  const uint64_t key_;  // of the call, and of its group
   const std::chrono::steady_clock::time_point began_;
   std::vector<SpareMemory::Block> memory_;
   std::vector<std::unique_ptr<Port>> ports_;

@@ -1,7 +1,9 @@
 // Collectives and messages between the workers of a mesh.
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../check.h"
@@ -106,6 +108,27 @@ TEST(RowsArriveWhereTheyBelong) {
       CHECK(received[elements - 1] == 70.f + (rank + 2) % kSize, std::to_string(received[elements - 1]));
     }
   });
+}
+
+// Keys are hashes of members with 31 bits. Worker 1 begins with the call of the other group.
+TEST(GroupsWithTheSameKeyDoNotMix) {
+  const Meshes meshes = Connected(3);
+  const std::vector<int> pair = {0, 1}, all = {0, 1, 2};
+  const std::vector<float> ones(4, 1.f), tens(4, 10.f);
+  std::vector<std::vector<float>> sums(5, std::vector<float>(4));
+  Waiting waiting;
+  waiting.Start(*meshes[1], SumCall(Collective::kAllReduce, all, 1, 1, tens.data(), sums[0].data(), 4));
+  while (meshes[1]->WaitingMs() < 20) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, pair, 0, 1, ones.data(), sums[1].data(), 4));
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  waiting.Start(*meshes[1], SumCall(Collective::kAllReduce, pair, 1, 1, ones.data(), sums[2].data(), 4));
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, all, 0, 1, tens.data(), sums[3].data(), 4));
+  waiting.Start(*meshes[2], SumCall(Collective::kAllReduce, all, 2, 1, tens.data(), sums[4].data(), 4));
+  for (const Outcome& outcome : waiting.Wait()) CHECK(outcome.kind == Outcome::kDone, outcome.message);
+  for (int i = 0; i < 5; ++i) {
+    const float expected = i == 1 || i == 2 ? 2.f : 30.f;
+    CHECK(Same(sums[i], std::vector<float>(4, expected)), std::to_string(i) + ": " + std::to_string(sums[i][0]));
+  }
 }
 
 }  // namespace
