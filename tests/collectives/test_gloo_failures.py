@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from tfpar.cluster import failure
+from tfpar.cluster import failure, own_failure
 from tfpar.cluster.info import ClusterInfo
 from tfpar.collectives import gloo_mesh
 from tfpar_ops.transport_library import transport_library, why_unusable
@@ -85,7 +85,7 @@ def test_a_call_that_is_refused_ends_the_call_of_the_other_worker(meshes):
     half = ELEMENTS // 2
     own, other = errors_of([exchange(meshes, 0, owned=half + 512), exchange(meshes, 1, owned=half)])
     check_named(own, other, f"residual: shape [{half + 512}], expected [{half}]")
-    assert failure._OWN_CALL in own.message
+    assert own_failure.OWN_CALL in own.message
     with pytest.raises(tf.errors.FailedPreconditionError), failure.peer_errors_named(WORKERS[0]):
         raise own
 

@@ -21,7 +21,7 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 
-from tfpar.cluster import heartbeat
+from tfpar.cluster import heartbeat, own_failure
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.rendezvous import format_tasks, wait_for_all
 from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_ours
@@ -48,11 +48,11 @@ _OWN_CONNECTIONS = "grpc.use_local_subchannel_pool"
 
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
-# What the native transport says of workers that do not answer (tfpar/collectives/gloo_mesh.py).
-_SILENT = re.compile(r"lost (/job:.*): no answer")
-# What it says of a worker that has failed (tfpar_ops/transport/mesh.cc), and of this one (started_call.h).
+# What the native transport says of workers that do not answer (tfpar/collectives/gloo_mesh.py), or whose connection is
+# dropped without a word.
+_SILENT = re.compile(r"lost (/job:.*): (?:no answer|.*timed out)")
+# What a worker says of itself (tfpar/cluster/own_failure.py, tfpar_ops/transport/mesh.cc).
 _FAILED = re.compile(r"(/job:\S+ \(\S+\)) failed: (.*?)(?: \[Op:.*)?$", re.MULTILINE)
-_OWN_CALL = "this worker's part of a collective call failed"
 
 # What TensorFlow raises when another worker is at fault, and not this one.
 COMMUNICATION_ERRORS = (
@@ -165,7 +165,8 @@ def restore_sigterm() -> None:
 
 @contextlib.contextmanager
 def peer_errors_named(info: ClusterInfo | None) -> Iterator[None]:
-    """Turns TensorFlow's errors about a lost worker into a `PeerLostError` that names it.
+    """Turns TensorFlow's errors about a lost worker into a `PeerLostError` that names it. Others pass unchanged, and
+    end the calls of the workers that wait for this one (`tfpar.cluster.own_failure`).
 
     Args:
       info: The cluster; with None or one worker, errors pass unchanged.
@@ -173,10 +174,16 @@ def peer_errors_named(info: ClusterInfo | None) -> Iterator[None]:
     Raises:
       PeerLostError: A collective failed because of another worker, or a connection broke and a worker does not answer.
     """
+    with own_failure.told(), _losses_named(info):
+        yield
+
+
+@contextlib.contextmanager
+def _losses_named(info: ClusterInfo | None) -> Iterator[None]:
     try:
         yield
     except (*COMMUNICATION_ERRORS, *_AMBIGUOUS_ERRORS) as error:
-        if info is None or info.num_workers < 2 or _OWN_CALL in error.message:
+        if info is None or info.num_workers < 2 or own_failure.OWN_CALL in error.message:
             raise
         certain = _is_of_peers(error, info)
         if not certain and not isinstance(error, _BROKEN_CONNECTIONS) and "/task:" not in error.message:
@@ -235,11 +242,12 @@ def install_peer_loss_hook(info: ClusterInfo) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         try:
-            with peer_errors_named(info):
+            with _losses_named(info):
                 raise error
         except PeerLostError as lost:
             exit_peer_lost(lost)
         except BaseException:
+            own_failure.end(error)
             before(kind, error, trace)
 
     sys.excepthook = hook

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tfpar.cluster import heartbeat, port_filter
+from tfpar.cluster import heartbeat, own_failure, port_filter
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.reachability import host_and_port
 from tfpar.collectives.gloo import GlooGroup, PipelinedGlooGroup
@@ -202,6 +202,7 @@ def start(
       ConfigError: With `gloo`: the address of a worker is not one of its machine. Workers have different values.
       PeerLostError: With `gloo`: no connection, with the name of the worker. With each: a worker does not answer.
     """
+    own_failure.watch(info, peer_timeout, None)
     deadline = time.monotonic() + start_timeout
     device = _GPUS[has_nccl()] if for_gpus else "CPUs"
     wish = json.dumps([transport, in_the_way, device, uses_library()])
@@ -229,11 +230,16 @@ def start(
                 "--transport=tensorflow."
             )
         raise PeerLostError(f"--transport=gloo: the workers could not be connected: {error}.")
-    atexit.register(library.close, mesh)
-    _Watch(library, mesh, info, peer_timeout).start()
-
+    _end_calls_on_failures(library, mesh, info, peer_timeout)
     use_transport(_maker(mesh, pipelines=all(native for *_, native in told)), for_gpus=for_gpus)
     return choice
+
+
+def _end_calls_on_failures(library: TransportLibrary, mesh: int, info: ClusterInfo, peer_timeout: float) -> None:
+    """Ends the calls that wait for a worker that does not answer, has failed, or leaves."""
+    atexit.register(library.close, mesh)
+    own_failure.watch(info, peer_timeout, lambda reason: library.abort(mesh, reason, own=True))
+    _Watch(library, mesh, info, peer_timeout).start()
 
 
 def _maker(mesh: int, *, pipelines: bool) -> MakeGroup:

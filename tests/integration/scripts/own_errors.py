@@ -1,0 +1,43 @@
+"""Training in which a hook raises an error, on one worker or on all; the script catches it.
+
+    python -m tfpar.launch --workers=2 -- -m tests.integration.scripts.own_errors TRANSPORT RANK|all
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import tfpar
+
+import keras
+import numpy as np
+
+
+def model() -> keras.Model:
+    return keras.Sequential([keras.Input([8]), keras.layers.Dense(1)])
+
+
+def main(transport: str, who: str) -> None:
+    options = {"strategy": "multi_worker", "transport": transport, "peer_timeout": 20.0, "jit_compile": False}
+    trainer = tfpar.Trainer(model, "sgd", "mse", global_batch_size=32, log_every=1000, **options)
+    rank = trainer.topology.worker
+
+    def fail(state: tfpar.LoopState) -> None:
+        if state.step == 4 and who in ("all", f"{rank}"):
+            raise ValueError(f"of a hook {'é' * 300}")
+
+    x = np.ones([64, 8], "float32")
+    try:
+        trainer.fit((x, x[:, :1]), steps=8, hooks=[tfpar.Hook(4, fail)])
+    except ValueError:
+        print(f"caught on worker {rank}", flush=True)
+        if who != "all":
+            time.sleep(3600)  # the launcher ends this worker once the other one has ended
+    results = trainer.evaluate((x, x[:, :1]))
+    trainer.fit((x, x[:, :1]), steps=2)
+    print(f"went on with {results['examples']:.0f} examples", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
