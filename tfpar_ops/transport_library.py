@@ -35,7 +35,7 @@ _MESSAGE_BYTES = 1024
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tfpar_transport_listen": (
         ctypes.c_int64,
-        [ctypes.c_int32, ctypes.c_int32, _TEXTS, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, *_MESSAGE],
+        [*[ctypes.c_int32] * 2, _TEXTS, *[ctypes.c_char_p] * 2, *[ctypes.c_int64] * 2, *_MESSAGE],
     ),
     "tfpar_transport_address": (ctypes.c_int64, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
     "tfpar_transport_connect": (ctypes.c_int, [ctypes.c_int64, _TEXTS, *_MESSAGE]),
@@ -66,7 +66,7 @@ class TransportLibrary:
     gloo: str
     _core: ctypes.CDLL
 
-    def listen(self, rank: int, names: list[str], host: str, token: str, timeout: float) -> int:
+    def listen(self, rank: int, names: list[str], host: str, token: str, timeout: float, silence: float = 30.0) -> int:
         """Listens on one port until all workers are connected; returns the number of the mesh.
 
         Args:
@@ -75,13 +75,15 @@ class TransportLibrary:
           host: Name or address of this machine; the port is open on it alone.
           token: The same on all workers, at most 64 bytes. Connections that do not know it are dropped.
           timeout: Seconds for `connect`.
+          silence: Seconds after which a connection is lost if the machine of the peer does not answer on it, from 2.
 
         Raises:
           MeshError: It is no address of this machine.
         """
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        limits = [round(1e3 * seconds) for seconds in (timeout, silence)]
         number = self._core.tfpar_transport_listen(
-            rank, len(names), _texts(names), host.encode(), token.encode(), round(1e3 * timeout), message, len(message)
+            rank, len(names), _texts(names), host.encode(), token.encode(), *limits, message, len(message)
         )
         if not number:
             raise MeshError(message.value.decode(errors="replace"))

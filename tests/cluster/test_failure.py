@@ -64,12 +64,22 @@ def test_the_native_transport_names_those_that_do_not_answer(answering):
     assert failure.find_lost(unavailable(text), cluster_of(0)) == [2, 3]
 
 
+@pytest.mark.parametrize("error", ["Connection timed out", "No route to host"])
+def test_a_worker_that_cannot_be_reached_over_the_native_transport_is_named(answering, error):
+    """Though it answers TensorFlow, over another connection."""
+    text = (
+        f"Collective call: lost {gloo_mesh._names(cluster_of(0))[2]}: Read error [10.0.0.3]:4711: {error} [Op:X] name: "
+    )
+    assert failure.find_lost(unavailable(text), cluster_of(0)) == [2]
+
+
 @pytest.mark.parametrize("bound", [8.0, 10.0, 30.0, 300.0])
 def test_the_native_transport_leaves_time_to_say_who_is_lost(bound):
     """A worker waits, asks three times, and reports."""
     watch = gloo_mesh._Watch(None, 0, cluster_of(0), bound)
     longest = watch._quiet + watch._pause + gloo_mesh._MISSES * watch._ask
     assert longest + failure._LINGER_S < bound
+    assert gloo_mesh._SILENCE_SHARE * bound + failure._LINGER_S < bound
 
 
 def test_heartbeats_that_reach_nobody_mean_the_chief(answering):

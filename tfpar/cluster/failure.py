@@ -50,7 +50,7 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
 # What the native transport says of workers that do not answer (tfpar/collectives/gloo_mesh.py), or whose connection is
 # dropped without a word.
-_SILENT = re.compile(r"lost (/job:.*): (?:no answer|.*timed out)")
+_SILENT = re.compile(r"lost (/job:.*): (?:no answer|.*(?:timed out|No route to host))")
 # What a worker says of itself (tfpar/cluster/own_failure.py, tfpar_ops/transport/mesh.cc).
 _FAILED = re.compile(r"(/job:\S+ \(\S+\)) failed: (.*?)(?: \[Op:.*)?$", re.MULTILINE)
 

@@ -51,6 +51,8 @@ _GPUS = "GPUs that NCCL cannot connect", "GPUs"
 _QUIET_SHARE, _ASK_SHARE, _MISSES = 0.1, 0.2, 3
 _REPORT_S, _LEAST_ASK_S = 6.0, 0.75
 _POLL_S = 0.2
+# Of the peer timeout, after which a connection is lost on which the machine of a peer does not answer.
+_SILENCE_SHARE = 0.4
 
 
 def check_usable(what: str) -> None:
@@ -212,7 +214,7 @@ def start(
     if choice.transport == "tensorflow":
         return choice
     library = transport_library()
-    mesh, error, all_listen = _bring_up(library, info, deadline)
+    mesh, error, all_listen = _bring_up(library, info, deadline, silence=_SILENCE_SHARE * peer_timeout)
     if error:
         library.close(mesh)
         if transport == "auto":
@@ -260,7 +262,7 @@ def _maker(mesh: int, *, pipelines: bool) -> MakeGroup:
     return make
 
 
-def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float) -> tuple[int, str, bool]:
+def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, silence: float) -> tuple[int, str, bool]:
     """Connects all workers.
 
     Returns:
@@ -273,7 +275,7 @@ def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float) -> 
     host = listening_host(info)
     mesh, result = 0, ""
     try:
-        mesh = library.listen(rank, _names(info), host, token, _CONNECT_S)
+        mesh = library.listen(rank, _names(info), host, token, _CONNECT_S, silence)
     except MeshError as error:  # published below: the others would wait for the address
         result = f"worker {rank} cannot listen on its own address: {error}"
     store.set_config_key_value(f"{_PREFIX}/address/{rank}", library.address(mesh) or _NOWHERE)

@@ -17,6 +17,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <exception>
@@ -150,9 +151,24 @@ void CreatePairs(tcp::Device& device, std::function<void()> create) { InLoop::Ru
 
 #endif
 
-void Prepare(int connection) {
-  const int on = 1;
-  if (setsockopt(connection, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)) != 0 ||
+bool Set(int connection, int level, int option, int value) {
+  return setsockopt(connection, level, option, &value, sizeof(value)) == 0;
+}
+
+// A router that forgets a connection drops what is sent on it without a word. Bytes that are not acknowledged end it after
+// `silence`; while there are none, so do probes, which the system of the peer answers even if its process is busy.
+bool ProbeWhenSilent(int connection, std::chrono::milliseconds silence) {
+  const int seconds = static_cast<int>(std::chrono::duration_cast<std::chrono::seconds>(silence).count());
+  constexpr int kProbes = 3;
+  const int interval = std::max(seconds / (kProbes + 1), 1);
+  return Set(connection, SOL_SOCKET, SO_KEEPALIVE, 1) &&
+         Set(connection, IPPROTO_TCP, TCP_KEEPIDLE, std::max(seconds - kProbes * interval, 1)) &&
+         Set(connection, IPPROTO_TCP, TCP_KEEPINTVL, interval) && Set(connection, IPPROTO_TCP, TCP_KEEPCNT, kProbes) &&
+         Set(connection, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(silence.count()));
+}
+
+void Prepare(int connection, std::chrono::milliseconds silence) {
+  if (!Set(connection, IPPROTO_TCP, TCP_NODELAY, 1) || !ProbeWhenSilent(connection, silence) ||
       fcntl(connection, F_SETFL, fcntl(connection, F_GETFL) | O_NONBLOCK) != 0) {
     throw std::runtime_error(std::string("a connection cannot be used: ") + std::strerror(errno));
   }
@@ -161,7 +177,7 @@ void Prepare(int connection) {
 }  // namespace
 
 std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> connections, const std::string& host,
-                                                std::chrono::milliseconds timeout) {
+                                                std::chrono::milliseconds timeout, std::chrono::milliseconds silence) {
   const auto close_all = [&connections] {
     for (int& connection : connections) {
       if (connection >= 0) close(std::exchange(connection, -1));
@@ -174,7 +190,7 @@ std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> conne
     CreatePairs(*device, [&] {
       for (size_t peer = 0; peer < connections.size(); ++peer) {
         if (connections[peer] < 0) continue;
-        Prepare(connections[peer]);
+        Prepare(connections[peer], silence);
         context->AdoptPair(static_cast<int>(peer), connections[peer]);
         connections[peer] = -1;
       }

@@ -21,8 +21,9 @@ namespace tfpar {
 //   connections: descriptors of TCP connections by rank; the one of its own rank is not used.
 //   host: numeric address of this machine.
 //   timeout: of Gloo's operations that are not given one.
+//   silence: after which a connection is lost if the system of the peer does not answer on it, in whole seconds, from 2.
 std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> connections, const std::string& host,
-                                                std::chrono::milliseconds timeout);
+                                                std::chrono::milliseconds timeout, std::chrono::milliseconds silence);
 
 }  // namespace tfpar
 

@@ -37,10 +37,11 @@ std::string WithoutPlace(const std::string& message) {
 }
 
 Mesh::Mesh(int rank, std::vector<std::string> names, const std::string& host, const std::string& token,
-           std::chrono::milliseconds timeout)
+           std::chrono::milliseconds timeout, std::chrono::milliseconds silence)
     : rank_(rank),
       names_(std::move(names)),
       timeout_(timeout),
+      silence_(silence),
       place_{rank, size(), token},
       listener_(std::make_unique<PeerListener>(place_, host)),
       lost_(names_.size()) {}
@@ -74,7 +75,7 @@ void Mesh::Connect(const std::vector<std::string>& addresses) {
   listener_->Close();
   dropped_ = listener_->dropped();
   listener_.reset();
-  context_ = Adopt(rank_, std::move(connections), host, kForever);
+  context_ = Adopt(rank_, std::move(connections), host, kForever, silence_);
   if (size() == 1) return;
   farewells_.resize(size());
   watching_ = true;

@@ -93,9 +93,10 @@ class Mesh {
   //   names: of all workers, for messages; their number is the size of the mesh.
   //   token: of the run, up to 64 bytes. A connection without it is dropped.
   //   timeout: of Connect.
+  //   silence: after which a connection is lost if the system of the peer does not answer on it, from 2 s.
   // Throws std::exception: no address of this machine.
   Mesh(int rank, std::vector<std::string> names, const std::string& host, const std::string& token,
-       std::chrono::milliseconds timeout);
+       std::chrono::milliseconds timeout, std::chrono::milliseconds silence);
   ~Mesh();
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
@@ -139,7 +140,7 @@ class Mesh {
 
   const int rank_;
   const std::vector<std::string> names_;
-  const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds timeout_, silence_;
   const Place place_;
   std::unique_ptr<PeerListener> listener_;  // until all are connected
   uint64_t dropped_ = 0;

@@ -82,10 +82,11 @@ extern "C" {
 int32_t tfpar_transport_abi_version(void) { return TFPAR_TRANSPORT_ABI_VERSION; }
 
 int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, const char* token,
-                               int64_t timeout_ms, char* message, size_t message_size) {
+                               int64_t timeout_ms, int64_t silence_ms, char* message, size_t message_size) {
   try {
     OpenMesh mesh = EndingApart(std::make_unique<Mesh>(rank, std::vector<std::string>(names, names + size), host, token,
-                                                       std::chrono::milliseconds(timeout_ms)));
+                                                       std::chrono::milliseconds(timeout_ms),
+                                                       std::chrono::milliseconds(silence_ms)));
     auto& all = All();
     std::lock_guard<std::mutex> lock(all.mutex);
     all.by_number[++all.last] = std::move(mesh);

@@ -23,9 +23,10 @@ int32_t tfpar_transport_abi_version(void);
 //   host: name or address of this machine, on which the worker listens.
 //   token: the same on all workers, up to 64 bytes. Connections without it are dropped.
 //   timeout_ms: of the connection.
+//   silence_ms: after which a connection is lost if the system of the peer does not answer on it.
 // Returns the number of the mesh, from 1; or 0 and an error message.
 int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, const char* token,
-                               int64_t timeout_ms, char* message, size_t message_size);
+                               int64_t timeout_ms, int64_t silence_ms, char* message, size_t message_size);
 
 // Copies the address that the other workers must know into `buffer`, with a zero at the end, if it fits, and returns its length
 // without it; 0 once all are connected.

@@ -1,6 +1,6 @@
 """Training in which a hook raises an error, on one worker or on all; the script catches it.
 
-    python -m tfpar.launch --workers=2 -- -m tests.integration.scripts.own_errors TRANSPORT RANK|all
+python -m tfpar.launch --workers=2 -- -m tests.integration.scripts.own_errors TRANSPORT RANK|all
 """
 
 from __future__ import annotations

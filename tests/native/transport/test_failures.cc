@@ -1,4 +1,6 @@
 // Calls that fail, workers that leave, and connections that are refused.
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -49,6 +51,26 @@ TEST(ConnectedWorkersListenOnNoPort) {
   CHECK(ListeningSockets() == 0, std::to_string(ListeningSockets()));
   const tfpar::PeerListener listener({0, 2, "token"}, "127.0.0.1");
   CHECK(ListeningSockets() == 1, "the count sees no socket");
+}
+
+// Also where nothing is sent, so that a connection of which a router drops everything is lost in time.
+TEST(SilentConnectionsAreProbed) {
+  const Meshes meshes = Connected(2);
+  int found = 0;
+  for (int descriptor = 0; descriptor < 4096; ++descriptor) {
+    const auto option = [descriptor](int level, int name) {
+      int value = 0;
+      socklen_t length = sizeof(value);
+      return getsockopt(descriptor, level, name, &value, &length) == 0 ? value : 0;
+    };
+    if (option(IPPROTO_TCP, TCP_USER_TIMEOUT) == 0) continue;
+    ++found;
+    CHECK(option(SOL_SOCKET, SO_KEEPALIVE) != 0, "no probes");
+    CHECK(option(IPPROTO_TCP, TCP_USER_TIMEOUT) == 12000, std::to_string(option(IPPROTO_TCP, TCP_USER_TIMEOUT)));
+    const int probes = option(IPPROTO_TCP, TCP_KEEPCNT) * option(IPPROTO_TCP, TCP_KEEPINTVL);
+    CHECK(option(IPPROTO_TCP, TCP_KEEPIDLE) + probes == 12, std::to_string(probes));
+  }
+  CHECK(found == 2, std::to_string(found) + " ends of a connection");
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they need address space without a limit
@@ -235,7 +257,7 @@ TEST(AnotherTokenIsRefused) {
 TEST(AnAddressOfAnotherMachineIsRefused) {
   std::string message;
   try {
-    const Mesh mesh(0, {"a", "b"}, "192.0.2.1", "token", std::chrono::seconds(1));
+    const Mesh mesh(0, {"a", "b"}, "192.0.2.1", "token", std::chrono::seconds(1), workers::kSilence);
   } catch (const std::exception& error) {
     message = error.what();
   }

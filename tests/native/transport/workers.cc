@@ -36,7 +36,7 @@ Meshes Connected(int size, std::vector<std::string>& errors, const std::string& 
   for (int rank = 0; rank < size; ++rank) names.push_back("worker " + std::to_string(rank));
   for (int rank = 0; rank < size; ++rank) {
     const std::string token = rank == size - 1 ? other_token : "token";
-    meshes.push_back(std::make_unique<Mesh>(rank, names, "127.0.0.1", token, timeout));
+    meshes.push_back(std::make_unique<Mesh>(rank, names, "127.0.0.1", token, timeout, kSilence));
     addresses.push_back(meshes.back()->address());
   }
   errors.assign(size, "");

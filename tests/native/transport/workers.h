@@ -16,6 +16,9 @@
 
 namespace workers {
 
+// Of their connections.
+constexpr std::chrono::milliseconds kSilence{12000};
+
 using Meshes = std::vector<std::unique_ptr<tfpar::Mesh>>;
 
 // Calls `work` for every rank, each in its own thread, and waits for all.
