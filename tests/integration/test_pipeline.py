@@ -101,12 +101,14 @@ def test_weights_of_both_stages_masks_and_shortcuts_cross_workers(tmp_path):
     assert_close(second, alone(**recurrent, steps=6)[0])
 
 
-def test_penalties_of_weights_of_both_stages_count_once(tmp_path):
-    """And of one that a worker does not have, nothing."""
-    options = {"model": "penalized", "steps": 6, "accumulate_steps": 2}
-    (found,) = on_workers(2, tmp_path / "out", {"mesh": "data:1,pipeline:2", **options})
-    weights, results, _ = alone(**options)
-    assert_close(found, {**weights, "eval loss": np.array(results["loss"])})
+def test_layers_of_both_stages_are_as_on_one_device(tmp_path):
+    """Penalties of their weights count once, and of a weight that a worker does not have, nothing. A dropout goes on to
+    draw where its calls on the other worker have ended."""
+    cases = [{"model": model, "steps": 6, "accumulate_steps": 2} for model in ("penalized", "dropouts")]
+    results = on_workers(2, tmp_path / "out", *({"mesh": "data:1,pipeline:2", **case} for case in cases))
+    for found, case in zip(results, cases, strict=True):
+        weights, evaluation, _ = alone(**case)
+        assert_close(found, {**weights, "eval loss": np.array(evaluation["loss"])})
 
 
 def test_stages_leave_out_the_same_steps(tmp_path):

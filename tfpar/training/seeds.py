@@ -45,7 +45,8 @@ def with_seed_states(
             [len(positions), 2], fold_in(seed, salt), minval=None, maxval=None, dtype=tf.int32, alg="philox"
         )
         for row, position in enumerate(positions):
-            result[position] = tf.bitcast(draws[row], tf.uint32)
+            # Keras' backend keeps seeds in a wider type, and adds numbers of that type to them.
+            result[position] = tf.cast(tf.bitcast(draws[row], tf.uint32), variables[position].dtype)
     return result
 
 

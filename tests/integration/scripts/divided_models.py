@@ -213,6 +213,16 @@ def penalized() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3, bias_regularizer=regularizers.L1(1e-3))(shared(x)))
 
 
+def dropouts() -> keras.Model:
+    """A dropout of each stage, and one that both call."""
+    x = inputs = keras.Input((12,))
+    shared = keras.layers.Dropout(0.5, seed=1)
+    for seed in (2, 3):
+        x = keras.layers.Dropout(0.2, seed=seed)(keras.layers.Dense(64, "tanh")(x))
+        x = shared(keras.layers.Dense(64, "tanh")(x))
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+
 def shared_in_pairs() -> keras.Model:
     """Two layers on two of three stages each: the middle stage has both."""
     x = inputs = keras.Input((12,))
@@ -253,6 +263,7 @@ MODELS = {
     "shared_layer": shared_layer,
     "shared_in_pairs": shared_in_pairs,
     "penalized": penalized,
+    "dropouts": dropouts,
     "batch_statistics": batch_statistics,
     "synchronised": functools.partial(batch_statistics, synchronized=True),
     "attention": attention,

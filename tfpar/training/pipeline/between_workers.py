@@ -177,6 +177,7 @@ class Messages:
       sent: The operations that send; they must be run.
       micro_batch: The number of the micro-batch whose passes are being traced.
       specs: The specs of the tensors that cross; must be set before any is received.
+      draws: What `StageSpecs` says of the seeds of stages; set with `specs`.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Messages:
         self.sent: list[tf.Tensor] = []
         self.micro_batch = 0
         self.specs: Mapping[int, Spec] = {}
+        self.draws: Sequence[Mapping[int, int]] = ()
         self.worker, self.device, self.chunks, self._schedule, self._axis = worker, device, chunks, schedule, axis
         self._crossings = list(crossings)
         self._first_key = next(_traces) * _KEYS_OF_TRACE

@@ -1,4 +1,5 @@
-"""The shapes and types of the tensors of a graph, on a worker that holds only some of the variables."""
+"""What a worker that holds only some of the variables must know of the stages of others: the shapes and types of their
+tensors, and how many seeds they draw."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.optim.keras_draws import drawing
+from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.held import Held, held_by
 from tfpar.parallel.model_axis import ModelAxis, at_no_place
-from tfpar.training.pipeline.graph import GraphStep, Values, run_steps
+from tfpar.training.pipeline.graph import Values, run_steps
+from tfpar.training.pipeline.stage_program import Stage
 
 import keras
 import tensorflow as tf
@@ -32,34 +35,66 @@ class Spec:
     whole: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class StageSpecs:
+    """The properties of the stages of a model that are known before any runs.
+
+    Attributes:
+      tensors: The specs of all tensors that stages compute, by identity.
+      draws: For each stage, how many seeds a call of it draws from each seed generator, by the `id` of the generator's
+        state.
+    """
+
+    tensors: Mapping[int, Spec]
+    draws: Sequence[Mapping[int, int]]
+
+
+class _CountedDraws(keras.StatelessScope):
+    """Counts how often the states of seed generators are assigned: once for each seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[int, int] = {}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        super().add_update(update)
+        if is_seed_state(update[0]):
+            self.counts[id(update[0])] = self.counts.get(id(update[0]), 0) + 1
+
+
 def specs_of(
     model: keras.Model,
     graph: Any,
-    steps: Sequence[GraphStep],
+    stages: Sequence[Stage],
     inputs: Sequence[tf.Tensor],
     operation_fn: Any,
     axis: ModelAxis | None,
-) -> Mapping[int, Spec]:
-    """The specs of all tensors that steps compute, by identity. Nothing is run.
+) -> StageSpecs:
+    """The specs of all stages. Nothing is run.
 
     Args:
       model: The model.
       graph: Its graph.
-      steps: All steps.
+      stages: All stages.
       inputs: Tensors like those of a call, in the order of the graph's inputs.
       operation_fn: Returns the callable to use in place of a layer.
       axis: The model axis, if there is one.
     """
+    draws: list[Mapping[int, int]] = []
 
     def traced(shape_of: Callable[[Held], tuple[int, ...]]) -> dict[int, tuple[tf.TensorSpec, tf.TensorSpec | None]]:
         found: dict[int, tuple[tf.TensorSpec, tf.TensorSpec | None]] = {}
 
         def forward(*given: tf.Tensor) -> None:
             values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
-            scope = keras.StatelessScope()
+            scope = _CountedDraws()
             scope.state_mapping.update({id(each): zeros_like(each, shape_of) for each in model.variables})
+            draws.clear()
             with scope, drawing(), as_if_here(model, shape_of):
-                run_steps(steps, values, operation_fn)
+                for stage in stages:
+                    scope.counts = {}
+                    run_steps(stage.steps, values, operation_fn)
+                    draws.append(scope.counts)
             for each, value in values.items():
                 mask = keras_internals.mask_of(value)
                 of_mask = None if mask is None else tf.TensorSpec.from_tensor(mask)
@@ -70,15 +105,17 @@ def specs_of(
         return found
 
     if axis is None:
-        return {each: Spec(tensor, mask, whole=True) for each, (tensor, mask) in traced(_part_shape).items()}
+        whole = {each: Spec(tensor, mask, whole=True) for each, (tensor, mask) in traced(_part_shape).items()}
+        return StageSpecs(whole, draws)
     with axis.on_no_device():
         of_device = traced(_part_shape)
     with at_no_place():
         undivided = traced(_whole_shape)
-    return {
+    tensors = {
         each: Spec(tensor, mask, tensor.shape.is_fully_defined() and tensor.shape == undivided[each][0].shape)
         for each, (tensor, mask) in of_device.items()
     }
+    return StageSpecs(tensors, draws)
 
 
 def _part_shape(held: Held) -> tuple[int, ...]:

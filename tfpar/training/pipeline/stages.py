@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -164,11 +164,12 @@ class Pipeline:
         values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
         messages = trace.messages
         if messages and not messages.specs:
-            steps = [step for stage in self.stages for step in stage.steps]
             with summing_nothing():
-                messages.specs = specs_of(self._model, graph, steps, given, operation_fn, self.axis)
+                specs = specs_of(self._model, graph, self.stages, given, operation_fn, self.axis)
+            messages.specs, messages.draws = specs.tensors, specs.draws
         for stage in self.stages:
             if messages and self.worker and not self.worker.has(stage):
+                _skip_draws(scope, messages.draws[stage.number])
                 continue
             key = stage.number, trace.differentiates
             if key not in trace.programs:
@@ -316,6 +317,13 @@ class Pipeline:
 def _in_pass(trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:
     """In this context operations belong to a pass, if the pipeline spans several workers; see `Messages.in_pass`."""
     return trace.messages.in_pass(kind, stage) if trace.messages else contextlib.nullcontext()
+
+
+def _skip_draws(scope: keras.StatelessScope, draws: Mapping[int, int]) -> None:
+    """Advances the seed generators from which a stage of another worker draws: a layer may be in several stages."""
+    for key, count in draws.items():
+        if (state := scope.state_mapping.get(key)) is not None:  # it is the model's
+            scope.state_mapping[key] = state + tf.constant([0, count], state.dtype)
 
 
 class _Current(threading.local):
