@@ -89,6 +89,20 @@ def call_is_looked_up():
     assert calls == ["float32"]
 
 
+def call_context_args():
+    """Which layers get an option is a set that they have, and one of a call is handed on only if it was given."""
+    model, found = functional(), []
+
+    def run(graph, plain, inputs, **options):
+        found.append(keras_calls.options_of_call(options["operation_fn"]))
+        return plain(inputs, **options)
+
+    keras_calls.replace_graph_run(model, run)
+    for options in ({}, {"training": True}, {"training": False}):
+        model(tf.zeros([2, 4]), **options)
+    assert found == [(), (("training", id(True)),), (("training", id(False)),)]
+
+
 def standardize_inputs():
     """A dict comes in the order of the inputs, not of its keys."""
     first, second = keras.Input((2,), name="zebra"), keras.Input((3,), name="ant")
@@ -103,6 +117,7 @@ CANARIES = {
     "_functional": graph_of_sequential,
     "_nodes_by_depth": nodes_by_depth,
     "_run_through_graph": run_through_graph,
+    "_call_context_args": call_context_args,
     "_standardize_inputs": standardize_inputs,
     "_loss_ids": loss_ids,
     "__call__": call_is_looked_up,

@@ -32,6 +32,7 @@ INTERNALS = (
     Internal("_functional", "Sequential", "recompute", "the graph that a Sequential model runs"),
     Internal("_nodes_by_depth", "Functional", "recompute", "calls of layers, the highest depth first"),
     Internal("_run_through_graph", "Functional", "recompute", "runs these calls, through `operation_fn`"),
+    Internal("_call_context_args", "Layer", "pipeline", "options of a call that the layers inside get, as `training`"),
     Internal("_standardize_inputs", "Functional", "pipeline", "inputs of a call, flat and in the shapes of the graph"),
     Internal("_loss_ids", "Layer", "recompute, losses", "which losses of a `StatelessScope` `layer.losses` returns"),
     Internal("__call__", "Layer", "recompute", "looks `call` up on the object, after checks and conversions"),
@@ -155,6 +156,29 @@ def restore_calls(model: keras.Model, layers: list[keras.layers.Layer]) -> None:
     for layer in (*layers, graph_of(model)):
         for name in vars(layer).pop(_REPLACED, ()) if layer is not None else ():
             vars(layer).pop(name)
+
+
+def options_of_call(operation_fn: Callable[[Any], Any]) -> tuple[tuple[str, int], ...]:
+    """The options that a call of a functional model hands to its layers, such as `training`: names, with the `id` of
+    the values, some of which have no hash. Ids are the same while `operation_fn` lives.
+
+    Args:
+      operation_fn: As a function of `replace_graph_run` gets it.
+    """
+    return tuple(sorted((name, id(value)) for name, value in operation_fn(_TakesOptions())().items()))
+
+
+class _TakesOptions:
+    """Stands in for a layer that takes any option; a call returns the options."""
+
+    class _Every:
+        def __contains__(self, name: object) -> bool:
+            return True
+
+    _call_context_args = _Every()
+
+    def __call__(self, **options: Any) -> dict[str, Any]:
+        return options
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ class Trace:
       devices: Names of the replica's devices, by place.
       differentiates: Whether gradients will be taken.
       done: For each stage, an operation that ends with the backward pass of each micro-batch so far.
-      programs: The stages' functions, by stage and by whether gradients will be taken.
+      programs: The stages' functions, by stage, by whether gradients will be taken, and by the options of the model's
+        call, such as `training`: it may be called several times.
       messages: Messages to and from the other workers of the pipeline, if there are any.
       has_outputs: Whether the model's outputs are computed here.
       places_of_sums: If something else is summed over micro-batches than the gradients of variables, its places.
@@ -53,7 +54,7 @@ class Trace:
     devices: Sequence[str]
     differentiates: bool = False
     done: dict[int, list[tf.Operation]] = dataclasses.field(default_factory=dict)
-    programs: dict[tuple[int, bool], StageProgram] = dataclasses.field(default_factory=dict)
+    programs: dict[tuple[Any, ...], StageProgram] = dataclasses.field(default_factory=dict)
     messages: Messages | None = None
     has_outputs: bool = True
     places_of_sums: Sequence[int] | None = None
@@ -160,6 +161,7 @@ class Pipeline:
         operation_fn = options.get("operation_fn")
         if trace is None or scope is None or operation_fn is None or options.get("call_fn") is not None:
             return plain(inputs, **options)
+        call_options = keras_calls.options_of_call(operation_fn)
         given = tf.nest.flatten(inputs)
         values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
         messages = trace.messages
@@ -171,7 +173,7 @@ class Pipeline:
             if messages and self.worker and not self.worker.has(stage):
                 _skip_draws(scope, messages.draws[stage.number])
                 continue
-            key = stage.number, trace.differentiates
+            key = stage.number, trace.differentiates, call_options
             if key not in trace.programs:
                 how = {"compiles": self.compiles, "shares": not self._communicates(stage)}
                 program = StageProgram(self._model, stage, operation_fn, **how, option=self._option)
