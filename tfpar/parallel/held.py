@@ -38,6 +38,11 @@ class Held:
         return self.split.part_shape(self.shape) if self.split else self.shape
 
     @property
+    def absent_shape(self) -> tuple[int, ...]:
+        """Shape of the variable on a worker that does not hold it. An optimizer may tell matrices from others."""
+        return (0,) * max(len(self.shape), 1)
+
+    @property
     def here(self) -> bool:
         """Whether this worker holds the variable."""
         return self.peers.rank in self.ranks

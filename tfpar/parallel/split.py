@@ -40,9 +40,9 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     if held.here:
         move_to_devices(variable, held.split, place, held.layer_peers)
     else:
-        # The value is not needed, but reading it may be a collective call. An optimizer may tell matrices from others.
+        # The value is not needed, but reading it may be a collective call.
         value = keras_deferred.value_on_host(variable)
-        keras_internals.replace_value(variable, np.zeros([0] * max(value.ndim, 1), value.dtype))
+        keras_internals.replace_value(variable, np.zeros(held.absent_shape, value.dtype))
         mark_place(variable, place)
     mark_held(variable, held)
 

@@ -157,6 +157,7 @@ class Program:
         if isinstance(objective, SupervisedObjective | OwnLossObjective):
             with self.strategy.scope():
                 objective.bind(source.info.input_spec, source.info.label_spec)
+        self.placing.check_loss(self.core, source.info.input_spec, source.info.label_spec)
 
     @property
     def reports(self) -> bool:
@@ -273,10 +274,7 @@ class Program:
         key = (type(schedule), schedule.get_config() if schedule is not None else None)
         if rebuild or not self._steps or self._steps[0][0] != key:
             step = self._step_class()(
-                self.core,
-                self.optimizer,
-                self.exchange,
-                self.strategy,
+                *(self.core, self.optimizer, self.exchange, self.strategy),
                 schedule=schedule,
                 seed=self.config.train.seed,
                 jit_compile=self.compiles_whole,

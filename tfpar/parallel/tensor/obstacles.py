@@ -16,6 +16,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.held import held_by
 from tfpar.parallel.model_axis import at_no_place, current_place, graph_of_program
 from tfpar.parallel.split import model_split_of
 
@@ -67,20 +68,28 @@ def reading_parts(variables: Iterable[keras.Variable]) -> contextlib.AbstractCon
 
 
 def check_read(variable: keras.Variable) -> None:
-    """Refuses a read of a divided weight in the program of a device outside the calls that compute with its part.
+    """Refuses a read of a divided weight in the program of a device outside the calls that compute with its part, and
+    of a weight that only other workers of a pipeline have.
 
     Raises:
       ConfigError: With what to do.
     """
-    if current_place() is None or model_split_of(variable) is None:
+    held = held_by(variable)
+    is_elsewhere = held is not None and not held.here and tuple(variable.shape) == held.absent_shape
+    is_part = current_place() is not None and model_split_of(variable) is not None
+    if not (is_elsewhere or is_part) or id(variable) in (keras_calls.attribute(_READABLE) or ()):
         return
-    if id(variable) not in (keras_calls.attribute(_READABLE) or ()):
-        path = variable.path.rpartition("/")[0]
+    if is_elsewhere:
         raise ConfigError(
-            f"--mesh: the model or its loss reads the weight {variable.path!r} outside of the layer that has it, where "
-            "each device would read another part of it. Keep that layer whole, with "
-            f"layout={{{path!r}: 'whole'}}."
+            f"--mesh: the model or its loss reads the weight {variable.path!r} outside of the layer that has it, on a "
+            "worker of the pipeline that does not have it. Use a pipeline within a worker, or --mesh=data:... alone."
         )
+    path = variable.path.rpartition("/")[0]
+    raise ConfigError(
+        f"--mesh: the model or its loss reads the weight {variable.path!r} outside of the layer that has it, where "
+        "each device would read another part of it. Keep that layer whole, with "
+        f"layout={{{path!r}: 'whole'}}."
+    )
 
 
 def _is_in_loop() -> bool:

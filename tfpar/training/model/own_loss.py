@@ -93,20 +93,12 @@ class OwnLossObjective:
         """
         del scales  # the loss has one denominator
         x, y, weight = batch
-        labels, sample_weight = y if isinstance(y, inputs.Weighted) else (y, None)
-        labels = None if isinstance(labels, tuple) and not labels else labels
-        takes_training = "training" in inspect.signature(self.model.compute_loss).parameters
-        options = {"training": training} if takes_training else {}
+        labels, sample_weight = _parts(y)
 
         def own_loss(outputs: Any) -> Any:
-            return self.model.compute_loss(x, labels, outputs, sample_weight, **options)
+            return self.loss_of(x, y, outputs, training=training)
 
         call, loss = call_and_then(self.model, params, state, x, own_loss, training=training)
-        if loss is None or tf.convert_to_tensor(loss).shape.rank != 0:
-            raise ConfigError(
-                f"compute_loss of model {self.model.name!r} returned {loss!r}: it must return a scalar, the mean over "
-                "the examples of the batch."
-            )
         count = tf.reduce_sum(weight)
         sums: Tensors = []
         flat_labels, flat = keras.tree.flatten(labels), keras.tree.flatten(call.outputs)
@@ -115,6 +107,29 @@ class OwnLossObjective:
             values = metric.sums(flat_labels[metric.y], flat[metric.outputs], weights[metric.y], weight)
             sums += [tf.cast(value, tf.float32) for value in values]
         return ObjectiveSums(tf.cast(loss, tf.float32) * count, count, call.state, sums)
+
+    def loss_of(self, x: Any, y: Any, outputs: Any, *, training: bool) -> Any:
+        """The result of `compute_loss` for outputs of the model.
+
+        Raises:
+          ConfigError: It is not a scalar.
+        """
+        labels, sample_weight = _parts(y)
+        takes_training = "training" in inspect.signature(self.model.compute_loss).parameters
+        options = {"training": training} if takes_training else {}
+        loss = self.model.compute_loss(x, labels, outputs, sample_weight, **options)
+        if loss is None or tf.convert_to_tensor(loss).shape.rank != 0:
+            raise ConfigError(
+                f"compute_loss of model {self.model.name!r} returned {loss!r}: it must return a scalar, the mean over "
+                "the examples of the batch."
+            )
+        return loss
+
+
+def _parts(y: Any) -> tuple[Any, Any]:
+    """The labels, None without any, and their weights."""
+    labels, sample_weight = y if isinstance(y, inputs.Weighted) else (y, None)
+    return (None if isinstance(labels, tuple) and not labels else labels), sample_weight
 
 
 def is_mean_over_examples(objective: OwnLossObjective, source: inputs.Source) -> bool:

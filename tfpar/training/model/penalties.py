@@ -41,6 +41,19 @@ def whole_penalties(model: keras.Model) -> Iterator[None]:
                 variable.regularizer = penalty.regularizer
 
 
+@contextlib.contextmanager
+def without_penalties(model: keras.Model) -> Iterator[None]:
+    """In this context `model.losses` has no penalties of weights."""
+    regularizers = [(each, each.regularizer) for each in model.trainable_variables]
+    for variable, _ in regularizers:
+        variable.regularizer = None
+    try:
+        yield
+    finally:
+        for variable, regularizer in regularizers:
+            variable.regularizer = regularizer
+
+
 class _OfWhole:
     """Stands in for the regularizer of a weight. It is right for the device of whatever thread calls it: other devices
     may be traced in the same context.

@@ -198,8 +198,25 @@ class Messages:
         self._first_key = next(_traces) * _KEYS_OF_TRACE
         first_other = next(_traces) * _KEYS_OF_TRACE
         self._other_keys = [itertools.count(first_other) for _ in range(worker.peers.size)]
+        self._called: set[int] = set()
         self._passes: dict[Turn, _Pass] = {}
         self._exchanged: dict[int, _Exchanged] = {}
+
+    def starts_call(self, option: str) -> None:
+        """Refuses a second call of the model for a micro-batch, which not all workers make.
+
+        Args:
+          option: The option that asks for stages.
+
+        Raises:
+          ConfigError: This is the second call.
+        """
+        if self.micro_batch in self._called:
+            raise ConfigError(
+                f"{option}: the loss calls the model again. The last worker of a pipeline alone computes the loss, and "
+                "would wait for the others forever. Use a pipeline within a worker, or --mesh=data:... alone."
+            )
+        self._called.add(self.micro_batch)
 
     def in_pass(self, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:
         """Operations traced in this context belong to a pass of the micro-batch.

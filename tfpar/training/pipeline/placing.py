@@ -24,6 +24,7 @@ from tfpar.training.model.support import known_summary
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.model import check_pipeline, make_pipeline
 from tfpar.training.pipeline.over_workers import DividedOverWorkersStep, OverWorkersCore, OverWorkersStep
+from tfpar.training.pipeline.own_losses import check_loss_over_workers
 from tfpar.training.pipeline.replica_sums import ReplicaSums
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
@@ -97,6 +98,11 @@ class PipelinePlacing(Placing):
         check_pipeline(core)
         if self._axis or (self._worker and not self._sharded):
             check_divided(optimizer, core)
+
+    def check_loss(self, core: Core, input_spec: Any, label_spec: Any) -> None:
+        """See `Placing`."""
+        if self._worker:
+            check_loss_over_workers(core.objective, input_spec, label_spec, last=self._worker.peers.size - 1)
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:

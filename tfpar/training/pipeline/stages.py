@@ -165,6 +165,8 @@ class Pipeline:
         given = tf.nest.flatten(inputs)
         values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
         messages = trace.messages
+        if messages:
+            messages.starts_call(self._option)
         if messages and not messages.specs:
             with summing_nothing():
                 specs = specs_of(self._model, graph, self.stages, given, operation_fn, self.axis)

@@ -91,6 +91,18 @@ class Placing:
           ConfigError: With what to use.
         """
 
+    def check_loss(self, core: Core, input_spec: Any, label_spec: Any) -> None:
+        """Refuses a loss that these devices would compute otherwise than one.
+
+        Args:
+          core: The core.
+          input_spec: Structure of `tf.TensorSpec`, of one example.
+          label_spec: The same of the labels.
+
+        Raises:
+          ConfigError: With what to use.
+        """
+
     def within(self) -> contextlib.AbstractContextManager[Any]:
         """For a replica context: operations traced in this context belong to the program of its devices."""
         return contextlib.nullcontext()
