@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import tfpar
 from tests.training.trainers import BATCH, trainer_of
 from tfpar import inputs
@@ -142,3 +144,29 @@ def test_an_optimizer_made_outside_gets_its_slots_under_the_strategy(replicas):
     assert not ours._use_weight_decay(bias)
     for variable in ours.variables:
         assert len(trainer.strategy.experimental_local_results(variable.value)) == replicas
+
+
+def excluding_kernels() -> keras.optimizers.Optimizer:
+    optimizer = keras.optimizers.AdamW(1e-3, weight_decay=20.0)
+    optimizer.exclude_from_weight_decay(var_names=["^kernel$"])
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make", [excluding_kernels, lambda: keras.optimizers.Muon(1e-2, exclude_layers=["second/kernel$"])]
+)
+def test_owners_of_pieces_exclude_weights_by_whole_names(make):
+    def build():
+        keras.utils.set_random_seed(1)
+        dense = functools.partial(keras.layers.Dense, bias_initializer="ones")
+        layers = [dense(64, "tanh", name="first"), dense(64, "tanh", name="second"), dense(1, name="last")]
+        return keras.Sequential([keras.Input((12,)), *layers])
+
+    x = np.random.default_rng(0).normal(size=(32, 12)).astype(np.float32)
+    found = []
+    for options in ({"strategy": "one_device"}, {"strategy": "mirrored", "devices": 2, "shard": "optimizer"}):
+        trainer = tfpar.Trainer(build, make(), loss="mse", global_batch_size=8, verbose=0, **options)
+        trainer.fit(x, x[:, :1], steps=4)
+        found.append(trainer.model.get_weights())
+    for expected, value in zip(*found, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)

@@ -158,10 +158,10 @@ class PlaceShare:
         *scopes, name = weight.path.split("/")
         shape = [piece.size] if self.elementwise else weight.shape
         with contextlib.ExitStack() as stack:
-            for scope in scopes:  # the paths determine which weights are decayed
+            for scope in scopes:  # name and path determine which weights are decayed, and which Muon leaves to Adam
                 stack.enter_context(keras.name_scope(scope, deduplicate=False))
             value = tf.constant(self.elements_of(piece, shape))
-            variable = keras.Variable(value, dtype=weight.dtype, name=f"{name}.at{piece.begin}of{piece.index}")
+            variable = keras.Variable(value, dtype=weight.dtype, name=name)
         if (split := self.parts[piece.index].split) and not self.elementwise:
             mark(variable, split)
         return variable

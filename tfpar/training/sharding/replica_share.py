@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from tfpar.exchange.sharding.shards import Piece
+from tfpar.optim import keras_internals
 from tfpar.optim.optimizers import build_for_some
 from tfpar.parallel.split import keep_rows_and_columns_whole, keeps_slots_beside, model_split_of
 
 import keras
 import tensorflow as tf
-
-_MARK = re.compile(r"\.at\d+of\d+")  # in the name of a piece: its first element, and the index of its weight
 
 
 class ReplicaShare:
@@ -54,6 +53,7 @@ class ReplicaShare:
             nothing = not self.variables and not whole
             self.idle = [keras.Variable(tf.zeros([1]), name="nothing")] if nothing else []
             # Only those of optimizers that need whole tensors say so.
+            self._made_for = _noted_slots(optimizer)
             parts = any(map(model_split_of, self.variables))
             if parts:
                 keeps_slots_beside(optimizer)
@@ -80,25 +80,30 @@ class ReplicaShare:
         for variable in self.optimizer.variables:
             if slot := self._slot(variable):
                 place, name = slot
-                yield _MARK.sub("", name), self.owned[place], variable
+                yield name, self.owned[place], variable
 
     def initial(self, slot: keras.Variable) -> float:
         """The value that all elements of a slot had at first, as those of padding always have."""
         return self._initial[id(slot)]
 
     def _slot(self, variable: keras.Variable) -> tuple[int, str] | None:
-        """The index of the piece that a variable of the optimizer belongs to, and its name; None if it is of none."""
+        """The index of the piece that a variable of the optimizer belongs to, and its name for the whole weight; None
+        if it is of none."""
         name = name_of(variable)
         place, attribute = self._in_lists.get(id(variable), (-1, ""))
-        if place < 0 and _MARK.search(name):
-            starts = [name.startswith(_reference(piece)) for piece in self.variables]
-            place = starts.index(True) if any(starts) else -1
+        if place < 0 and id(variable) in self._made_for:
+            place = self._places.get(id(self._made_for[id(variable)]), -1)
         if not 0 <= place < len(self.variables):
             return None
         # Keras 3.15 names most variables of an optimizer by the path of the weight that they belong to. Adafactor's
         # rows and columns have only its name, both the same.
         start = _reference(self.variables[place])
         return place, name if name.startswith(start) else start + attribute.strip("_")
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        """The indices of the pieces, by the `id` of their variables."""
+        return {id(variable): place for place, variable in enumerate(self.variables)}
 
     @functools.cached_property
     def _in_lists(self) -> dict[int, tuple[int, str]]:
@@ -112,6 +117,20 @@ class ReplicaShare:
             if isinstance(value, list) and len(value) == count and [*map(id, value)] != every
         }
         return {id(variable): (place, name) for name, value in lists.items() for place, variable in enumerate(value)}
+
+
+def _noted_slots(optimizer: keras.optimizers.Optimizer) -> dict[int, keras.Variable]:
+    """Makes an unbuilt optimizer note the weights that it makes state for, by the `id` of the state. Their paths do not
+    tell: all pieces of a weight have the same."""
+    make, found = optimizer.add_variable_from_reference, dict[int, keras.Variable]()
+
+    def noting(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
+        slot = make(reference_variable, *args, **kwargs)
+        found[id(slot)] = reference_variable
+        return slot
+
+    keras_internals.set_untracked(optimizer, add_variable_from_reference=noting)
+    return found
 
 
 def name_of(variable: keras.Variable) -> str:
