@@ -19,7 +19,7 @@ from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_fl
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import whole_elements
 from tfpar.parallel.topology import Topology
-from tfpar.training.pipeline.graph import run_steps, steps_of
+from tfpar.training.pipeline.graph import beginnings_of, run_steps, steps_of
 from tfpar.training.pipeline.placing import PipelinePlacing
 from tfpar.training.pipeline.stage_program import stages_of
 from tfpar.training.pipeline.step import PipelineCore
@@ -297,11 +297,18 @@ def test_what_cannot_be_cut_is_refused(build, options, message):
 
 
 def test_stages_begin_where_one_says():
-    """A layer before a cut, and what it makes, belong to the stage before."""
+    """A layer before a cut, and what it makes, belong to the stage before. A model inside begins once."""
     model = dense()
+    inputs = keras.Input((12,))
+    nested = steps_of(keras.Model(inputs, keras.layers.Dense(3, name="head")(model(keras.layers.Identity()(inputs)))))
+    cuts = cut_at(f"{model.name},head", beginnings_of(nested), 3)
+    first = [model.name, f"{model.name}/first"]
+    assert [[step.name for step in nested[start:]][:2] for start in cuts] == [first, ["head"]]
+    with pytest.raises(ConfigError, match=f"'{model.name}.' matches the path of no layer behind '{model.name}'"):
+        cut_at(f"{model.name},{model.name}$", beginnings_of(nested), 3)
     graph = keras_calls.graph_of(model)
     steps = steps_of(graph)
-    cuts = cut_at("norm, fourth", [step.name for step in steps], 3)
+    cuts = cut_at("norm, fourth", beginnings_of(steps), 3)
     stages = stages_of(graph, steps, cuts, 3)
     names = [[step.name.rpartition("/")[2] for step in stage.steps] for stage in stages]
     assert [each[0] for each in names] == ["first", "norm", "fourth"]

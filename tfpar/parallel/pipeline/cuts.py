@@ -130,12 +130,12 @@ def parse_beginnings(patterns: str, stages: int) -> list[re.Pattern[str]]:
     return expressions
 
 
-def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
+def cut_at(patterns: str, beginnings: Sequence[tuple[int, Sequence[str]]], stages: int) -> list[int]:
     """Returns the cuts at patterns: each is before the first layer after the previous cut whose path matches.
 
     Args:
       patterns: Regular expressions, separated by commas.
-      names: Paths of the layers of the steps.
+      beginnings: For each layer, in the order in which they run, the number of its first step, and its paths.
       stages: Number of stages.
 
     Returns:
@@ -144,18 +144,19 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
     Raises:
       ConfigError: The number of patterns is wrong, or a pattern is not a regular expression or matches no path.
     """
-    cuts: list[int] = []
+    cut: list[int] = []  # places among the beginnings
     for expression in parse_beginnings(patterns, stages):
-        first = cuts[-1] + 1 if cuts else 1
-        place = next((place for place in range(first, len(names)) if expression.search(names[place])), None)
+        later = range(cut[-1] + 1 if cut else 1, len(beginnings))
+        place = next((each for each in later if any(map(expression.search, beginnings[each][1]))), None)
         if place is None:
-            behind = f" behind {names[cuts[-1]]!r}" if cuts else " behind the first"
+            behind = f" behind {beginnings[cut[-1]][1][0]!r}" if cut else " behind the first"
+            every = dict.fromkeys(name for _, names in beginnings for name in names)
             raise ConfigError(
                 f"--stages={patterns}: {expression.pattern!r} matches the path of no layer{behind}. The layers, in the "
-                f"order in which they run: {', '.join(dict.fromkeys(names))}."
+                f"order in which they run: {', '.join(every)}."
             )
-        cuts.append(place)
-    return cuts
+        cut.append(place)
+    return [beginnings[place][0] for place in cut]
 
 
 def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str) -> int | None:

@@ -35,6 +35,7 @@ class GraphStep:
       reads: Identities of the tensors that it reads.
       makes: Identities of the tensors that it computes.
       run: `(values, operation_fn) -> made`, values in the order of `makes`.
+      enters: Whether the call of a model inside begins here.
     """
 
     name: str
@@ -42,6 +43,7 @@ class GraphStep:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     run: Callable[[Values, Callable[[Any], Any]], Sequence[Any]]
+    enters: bool = False
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -74,6 +76,19 @@ def _steps_of(graph: Any, keys: Keys, fresh: Iterator[int]) -> list[GraphStep]:
             steps.append(_enter(node, inner, keys, inner_keys))
         steps += [*_steps_of(inner, inner_keys, fresh), _leave(node, inner, keys, inner_keys)]
     return steps
+
+
+def beginnings_of(steps: Sequence[GraphStep]) -> list[tuple[int, list[str]]]:
+    """Where stages may begin: for each call of a layer, the number of the first step that belongs to it, and the paths
+    of the models inside that begin with it, and its own. Where such a model ends, nothing begins."""
+    found: list[tuple[int, list[str]]] = []
+    first, names = 0, list[str]()
+    for place, step in enumerate(steps):
+        first = first if names else place
+        if step.operation is not None:
+            found.append((first, [*names, step.name]))
+        names = [*names, step.name] if step.enters else []
+    return found
 
 
 def run_steps(steps: Iterable[GraphStep], values: Values, operation_fn: Callable[[Any], Any]) -> None:
@@ -116,7 +131,8 @@ def _enter(node: Any, inner: Any, keys: Keys, inner_keys: Keys) -> GraphStep:
         given = args[0] if args else kwargs["inputs"]
         return keras_calls.standard_inputs(inner, given)
 
-    return GraphStep(inner.name, None, _keys_of(node.input_tensors, keys), _keys_of(inner.inputs, inner_keys), run)
+    reads, makes = _keys_of(node.input_tensors, keys), _keys_of(inner.inputs, inner_keys)
+    return GraphStep(node.operation.name, None, reads, makes, run, enters=True)
 
 
 def _leave(node: Any, inner: Any, keys: Keys, inner_keys: Keys) -> GraphStep:
@@ -125,7 +141,7 @@ def _leave(node: Any, inner: Any, keys: Keys, inner_keys: Keys) -> GraphStep:
     def run(values: Values, _: Any) -> Sequence[Any]:
         return [values[key] for key in reads]
 
-    return GraphStep(inner.name, None, reads, _keys_of(node.outputs, keys), run)
+    return GraphStep(node.operation.name, None, reads, _keys_of(node.outputs, keys), run)
 
 
 def _given(node: Any, keys: Keys, values: Values) -> Values:

@@ -21,7 +21,7 @@ from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.model.adapting import all_weights
 from tfpar.training.pipeline.between_workers import PipelineWorker
-from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing_elements, steps_of
+from tfpar.training.pipeline.graph import GraphStep, StepCosts, beginnings_of, costs_of, crossing_elements, steps_of
 from tfpar.training.pipeline.replica_sums import ReplicaSums, check_synchronized
 from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
@@ -158,7 +158,7 @@ def _cuts(
     config: StrategyConfig,
 ) -> list[int]:
     if config.stages:
-        return cut_at(config.stages, [step.name for step in steps], number)
+        return cut_at(config.stages, beginnings_of(steps), number)
     sizes = [{id(each): math.prod(each.shape) for each in step.variables} for step in steps]
     weights = sizes if config.stage_balance == BY_WEIGHTS else None
     cuts = cut_evenly(costs.flops, crossing_elements(graph, steps, costs).__getitem__, number, weights)
