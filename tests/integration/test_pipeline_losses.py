@@ -10,11 +10,15 @@ from tests.integration.test_tensor_parallel import assert_close
 from tfpar.config import ConfigError
 from tfpar.parallel.held import Held, mark_held
 from tfpar.parallel.tensor.obstacles import check_read, reading_parts
+from tfpar.training.model.own_loss import objective_of
+from tfpar.training.objective import Goal
 from tfpar.training.pipeline.between_workers import Messages
+from tfpar.training.pipeline.own_losses import check_loss_over_workers
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 # Of each of `REFUSED`, on both workers.
 SAID = (
@@ -23,6 +27,20 @@ SAID = (
     "'calling' calls the model again",
     "objective=... (SquaredError) calls the model and sums over examples by itself",
 )
+
+
+class OfEight(keras.Model):
+    """Its loss takes batches of eight examples."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        del x, sample_weight, training
+        return tf.reduce_mean(tf.square(tf.reshape(y_pred, [8, 1]) - y))
+
+
+def test_a_loss_that_cannot_be_tried_is_warned_of(messages):
+    objective = objective_of(own_losses.model(OfEight), Goal())
+    check_loss_over_workers(objective, tf.TensorSpec([12]), tf.TensorSpec([1]), last=1)
+    assert "compute_loss of model 'of_eight' could not be tried on 7 examples" in messages[0], messages
 
 
 @pytest.mark.cluster

@@ -7,6 +7,7 @@ losses of its layers by itself, as Keras does.
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -22,6 +23,8 @@ from tfpar.training.objective.outputs import EXAMPLES, examples_of, outputs_of, 
 
 import keras
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 _WAY_OUT = "use a pipeline within a worker, or --mesh=data:... alone"
 _ADDED = 2  # losses of layers that are made up; `compute_loss` may choose among them by their place
@@ -56,7 +59,15 @@ def check_loss_over_workers(objective: Objective, input_spec: Any, label_spec: A
     made_up = keras.tree.pack_sequence_as(outputs.structure, examples_of(outputs.structure))
     for training in (True, False):
         trial = _Trial(objective, training=training)
-        factors = tf.function(trial, autograph=False)(x, y, made_up)
+        try:
+            factors = tf.function(trial, autograph=False)(x, y, made_up)
+        except Exception as error:  # of the user's code, which may need a batch of another size
+            _log.warning(
+                "compute_loss of model %r could not be tried on %d examples that are made up (%s: %s): it has to add "
+                "self.losses as Keras does, because each worker of the pipeline adds the losses of its own layers",
+                *(model.name, EXAMPLES, type(error).__name__, str(error).partition("\n")[0]),
+            )
+            return
         if trial.calls_model:
             raise ConfigError(
                 f"--mesh: compute_loss of model {model.name!r} calls the model again. In a pipeline over several "
