@@ -14,7 +14,7 @@ from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
-from tfpar.checkpoint.names import by_occurrence, names_of, saved_names, without_counts
+from tfpar.checkpoint.names import by_occurrence, matched, names_of, renamed, saved_names, without_counts
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls, keras_rates
 from tfpar.parallel.division import Shards, Split
@@ -294,9 +294,8 @@ def _no_weights(source: str) -> ConfigError:
 def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
     """Copies the matching weights from another run, a checkpoint directory or a `.keras` file.
 
-    Weights are matched by path, in order where a path repeats; by position if paths differ only in Keras' counts
-    (`dense_1` for `dense`); if no path matches, by path without the model's name (`sequential_1/...`), or else by
-    position. A weight of another shape, such as a head for other classes, keeps its initial value and is named.
+    Weights are matched by path, as `names.matched` says. A weight of another shape, such as a head for other classes,
+    keeps its initial value and is named.
 
     Args:
       model: A built model.
@@ -306,7 +305,7 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     Raises:
       ConfigError: There are no weights, or none fits.
     """
-    saved = values = _weights_of(source, say)
+    values = _weights_of(source, say)
     own = by_occurrence(dict(zip(names_of(model.weights), model.weights, strict=True)))
     adapters = [path for path in values if "/lora_" in path and path not in own]
     if adapters:
@@ -314,33 +313,23 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
             f"--warm_start={source} has adapters that this model lacks ({', '.join(adapters[:2])}, ...), and its "
             "weights are incomplete without them. Give its model.keras, in which they are merged, or the same --lora."
         )
-    if set(values) != set(own) and [*map(without_counts, values)] == [*map(without_counts, own)]:
-        values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
-    elif not set(values) & set(own):
-        values = _renamed(values, list(own))
-    fitting = {path for path in own if path in values and values[path].shape == shape_of(own[path])}
+    sources = matched(own, values)
+    fitting = {path: name for path, name in sources.items() if values[name].shape == shape_of(own[path])}
     if not fitting:
         raise ConfigError(
-            f"--warm_start={source}: none of its {len(saved)} weights has the name and shape of one of the model's "
+            f"--warm_start={source}: none of its {len(values)} weights has the name and shape of one of the model's "
             f"{len(own)}. Name a run of such a model, or build the model of that run (--model, --model_args)."
         )
-    for path in fitting:
-        assign_whole(own[path], values[path])
+    for path, name in fitting.items():
+        assign_whole(own[path], values[name])
     keras_calls.finalize_states(model)
-    kept = sorted(set(own) - fitting)
+    kept = sorted(set(own) - set(fitting))
+    others = renamed(fitting)
     say(
         f"warm start from {source}: {len(fitting)} of {len(own)} weights taken"
+        + (f", also under other names: {', '.join(others[:6])}{' ...' if len(others) > 6 else ''}" if others else "")
         + (f"; keeping their initial values: {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else "")
     )
-
-
-def _renamed(values: dict[str, np.ndarray], paths: list[str]) -> dict[str, np.ndarray]:
-    """The values under the paths of a model of another name."""
-    inner = {path.partition("/")[2]: value for path, value in values.items()}
-    renamed = {path: inner[path.partition("/")[2]] for path in paths if path.partition("/")[2] in inner}
-    if renamed or len(values) != len(paths):
-        return renamed
-    return dict(zip(paths, values.values(), strict=True))
 
 
 def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray]:
