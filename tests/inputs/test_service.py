@@ -81,10 +81,10 @@ def test_image_files_are_read_by_the_service(start, tmp_path):
     assert_same(elements(Pipeline(source, config()), 4), elements(Pipeline(source, config(start(1))), 4))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_evaluation_reads_each_example_once_with_any_number_of_workers(start, workers, monkeypatch):
-    # One step per chunk: more chunks than service workers.
-    monkeypatch.setattr("tfpar.inputs.pipeline._INDICES_PER_CALL", 8)
+@pytest.mark.parametrize(("workers", "steps_per_chunk"), [(1, 1), (3, 1), (2, 6)])
+def test_evaluation_reads_each_example_once_with_any_number_of_workers(start, workers, steps_per_chunk, monkeypatch):
+    # More chunks than service workers; the last one of 6 steps runs past the pass of 13.
+    monkeypatch.setattr("tfpar.inputs.pipeline._INDICES_PER_CALL", 8 * steps_per_chunk)
     pipeline = Pipeline(index_source(101), config(start(workers)), training=False)
     dataset = pipeline.dataset()
     assert dataset.cardinality() == 13

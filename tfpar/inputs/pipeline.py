@@ -256,12 +256,14 @@ class Pipeline:
         def slots(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             indices, real = self._order.slots(first + tf.range(stride, dtype=tf.int64), shard, replicas)
             flat = [stride * local, self._order.accumulate_steps, self.micro_batch]
-            return tf.reshape(indices, flat), tf.reshape(real, flat)
+            indices, real = tf.reshape(indices, flat), tf.reshape(real, flat)
+            if self._training:
+                return indices, real
+            # Not `take` behind `unbatch`: each worker of a tf.data service would take that many elements.
+            within = local * tf.minimum(self.steps_per_epoch - first, stride)
+            return indices[:within], real[:within]
 
-        elements = chunks.map(slots).unbatch()
-        if not self._training:
-            elements = elements.take((self.steps_per_epoch - start_step) * local)
-        return elements
+        return chunks.map(slots).unbatch()
 
     @no_autograph
     def _fetch(
