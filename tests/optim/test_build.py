@@ -140,6 +140,28 @@ def test_muon_leaves_attention_heads_to_its_own_rule():
         assert bool(re.search(optimizers.MUON_OUTPUT_LAYERS, path)) is is_output, path
 
 
+@pytest.mark.parametrize("value", ["first", '["first"]', '["nonesuch", "^first"]'])
+def test_muon_leaves_out_excluded_layers_beside_output_layers(value):
+    kernels = [keras.Variable(np.ones((2, 2), np.float32), name=name) for name in ("first", "second", "logits")]
+    config = OptimizerConfig(optimizer="muon", optimizer_args=f"exclude_layers={value}")
+    optimizer = optimizers.build(config, global_batch_size=1)
+    optimizer.learning_rate.assign(1.0)
+    optimizer.build(kernels)
+    optimizer.apply([np.ones((2, 2), np.float32)] * 3, kernels)
+    # Adam moves all elements by 1; Muon moves by a matrix of rank 1 with another norm.
+    steps = [1.0 - kernel.numpy().mean() for kernel in kernels]
+    assert [step > 0.9 for step in steps] == [True, False, True], steps
+
+
+@pytest.mark.parametrize("value", ["3", '["a", "("]', '[""]'])
+def test_patterns_that_muon_cannot_exclude_are_refused(value):
+    config = OptimizerConfig(optimizer="muon", optimizer_args=f"exclude_layers={value}")
+    with pytest.raises(
+        ConfigError, match=r"--optimizer_args=.*exclude_layers of muon is a regular expression for paths"
+    ):
+        optimizers.check_arguments(config)
+
+
 def test_ema_weights_follow_the_formula():
     model = matrices_and_vectors()
     optimizer = optimizers.build(OptimizerConfig(optimizer="sgd", learning_rate=0.1, ema=0.8), global_batch_size=1)

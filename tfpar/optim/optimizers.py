@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -79,8 +80,7 @@ def check_arguments(config: OptimizerConfig) -> None:
     """Checks name and arguments without creating the optimizer, which would run a TensorFlow operation.
 
     Raises:
-      ConfigError: An unknown name or argument, with suggestions; an argument that has a flag of its own; a value of
-        another kind than its default.
+      ConfigError: An unknown name or argument, with suggestions; one that has its own flag; a value of a wrong kind.
     """
     if config.optimizer not in OPTIMIZERS:
         raise unknown_name("--optimizer", config.optimizer, OPTIMIZERS)
@@ -98,8 +98,8 @@ def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizer
     decayed; LARS does not rescale them either. The exclusion belongs to the returned object and takes effect when it is
     built, by whomever.
 
-    Muon updates two-dimensional hidden weights; Adam updates embeddings, output layers (`MUON_OUTPUT_LAYERS`) and
-    weights of other ranks, at the same learning rate.
+    Muon updates two-dimensional hidden weights; Adam updates embeddings, output layers (`MUON_OUTPUT_LAYERS`), those in
+    `exclude_layers` and weights of other ranks, at the same learning rate.
 
     Args:
       config: Name, arguments and rates.
@@ -319,9 +319,10 @@ def _checked_arguments(config: OptimizerConfig, kind: type[keras.optimizers.Opti
             raise unknown_name("--optimizer_args", name, parameters.keys() - _GOVERNED_BY_FLAG.keys())
         default = parameters[name].default
         _check_kind(config, name, value, default)
-        # 'momentum=0' reads as an integer, which Keras refuses.
-        if isinstance(default, float) and isinstance(value, int):
+        if isinstance(default, float) and isinstance(value, int):  # as in 'momentum=0', which Keras refuses
             arguments[name] = float(value)
+        if name == "exclude_layers":  # Keras would take each letter of a word for a pattern
+            arguments[name] = [*(value if isinstance(value, list) else [value]), MUON_OUTPUT_LAYERS]
     return arguments
 
 
@@ -334,6 +335,8 @@ def _check_kind(config: OptimizerConfig, name: str, value: Any, default: Any) ->
         fits, wanted = is_number, "a number"
     elif isinstance(default, str):
         fits, wanted = isinstance(value, str), "a word"
+    elif name == "exclude_layers":
+        fits, wanted = _are_patterns(value), "a regular expression for paths of weights, or a list of them"
     elif name in ("clipnorm", "clipvalue", "ema_overwrite_frequency"):
         fits, wanted = is_number or value is None, "a number"
     else:
@@ -342,6 +345,13 @@ def _check_kind(config: OptimizerConfig, name: str, value: Any, default: Any) ->
         raise ConfigError(
             f"--optimizer_args={config.optimizer_args!r}: {name} of {config.optimizer} is {wanted}, not {value!r}."
         )
+
+
+def _are_patterns(value: Any) -> bool:
+    try:
+        return all(re.compile(each).pattern for each in (value if isinstance(value, list) else [value]))
+    except (TypeError, re.error):
+        return False
 
 
 def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ...]) -> None:
