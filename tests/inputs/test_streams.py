@@ -15,7 +15,7 @@ from tfpar.inputs import (
     from_dataset,
     with_class_weight,
 )
-from tfpar.inputs.streams.position import PASSES
+from tfpar.inputs.streams.position import PASSES, STATE
 
 import numpy as np
 import pytest
@@ -244,6 +244,26 @@ def test_a_stream_that_cannot_be_saved_says_so_once(caplog):
     assert [state.size for each in saved for state in each.values()] == [0, 0]
     assert caplog.text.count("tf.data cannot save this stream's position") == 1
     assert "position was not saved" in pipeline.restore(saved[0], same_workers=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "saved"),
+    [
+        (lambda shuffle, plain: shuffle.concatenate(plain), True),
+        (lambda shuffle, plain: plain.concatenate(shuffle), False),
+        (lambda shuffle, plain: plain.concatenate(shuffle.map(lambda row: row)).batch(4).unbatch(), False),
+        (lambda shuffle, plain: tf.data.Dataset.zip(shuffle, shuffle).map(lambda a, b: a + b), False),
+    ],
+)
+def test_a_position_is_not_saved_if_passes_do_not_count_the_seeds(use, saved, caplog):
+    plain = tf.data.Dataset.from_tensor_slices(np.arange(12, dtype=np.float32).reshape(12, 1))
+    pipeline = build_pipeline(from_dataset(use(plain.shuffle(9, seed=4), plain), batched=False), config())
+    iterator = iter(pipeline.dataset())
+    pipeline.follow(iterator)
+    next(iterator)
+    assert bool(pipeline.export()[STATE].size) is saved
+    line = "cannot save this stream's position (a shuffle in a later part of concatenate(), or used in two places)"
+    assert (line in caplog.text) is not saved
 
 
 def test_a_position_of_another_pipeline_is_refused():

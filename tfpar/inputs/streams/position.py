@@ -96,10 +96,14 @@ class Position:
         tf.raw_ops.AssignVariableOp(resource=self._passes, value=tf.constant(count, tf.int64))
 
     def _check_state_can_be_saved(self) -> None:
-        """Raises FailedPreconditionError if an operation of the data set has state that cannot be saved.
+        """Raises FailedPreconditionError if an operation of the data set has state that cannot be saved, or if the
+        number of passes does not say how many seeds a `shuffle` has taken.
 
         Checks the data set, not an iterator over it: creating one would take seeds that training needs.
         """
+        if self._state_error is None and _takes_other_seeds(self._dataset):
+            reason = "a shuffle in a later part of concatenate(), or used in two places"
+            self._state_error = tf.errors.FailedPreconditionError(None, None, reason)
         if self._state_error is None:
             self._state_error = False
             try:
@@ -126,6 +130,20 @@ def _shuffles(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield dataset
     for below in dataset._inputs():
         yield from _shuffles(below)
+
+
+def _takes_other_seeds(dataset: tf.data.Dataset) -> bool:
+    """Whether a `shuffle` takes several seeds per pass, or takes its seed later than at the start of a pass."""
+    shuffles = [*map(id, _shuffles(dataset))]
+    return len(set(shuffles)) < len(shuffles) or _shuffles_later(dataset)
+
+
+def _shuffles_later(dataset: tf.data.Dataset) -> bool:
+    below, name = dataset._inputs(), type(dataset).__name__
+    if name == "_RepeatDataset":
+        return False
+    late = below[1:] if name == "_ConcatenateDataset" else ()
+    return any(True for part in late for _ in _shuffles(part)) or any(map(_shuffles_later, below))
 
 
 def _plain(dataset: tf.data.Dataset) -> tf.data.Dataset:
