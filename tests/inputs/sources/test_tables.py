@@ -294,6 +294,13 @@ def test_lists_decimals_and_dictionaries():
     np.testing.assert_array_equal(x, [[1, 2, 1.5], [3, 4, 2.25]])
 
 
+@pytest.mark.parametrize(("fill", "filled"), [(0, 0.0), ("0", 0.0), (9.75, 9.75)])
+def test_missing_decimals_are_filled(fill, filled):
+    money = pyarrow.array(["1.50", None]).cast(pyarrow.decimal128(7, 2))
+    x, _ = inputs.from_table(pyarrow.table({"price": money}), fill={"price": fill}).fetch(tf.range(2, dtype=tf.int64))
+    np.testing.assert_array_equal(x["price"], [1.5, filled])
+
+
 @pytest.mark.parametrize(
     ("query", "message"),
     [

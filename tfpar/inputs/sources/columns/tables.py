@@ -230,8 +230,6 @@ def _numbers(name: str, table: Any, column: str, used: Columns) -> np.ndarray:
     types = pyarrow.types
     values = _filled(name, table, column, used)
     kind = values.type
-    if types.is_decimal(kind):
-        values, kind = values.cast(pyarrow.float64()), pyarrow.float64()
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _matrix(name, column, values)
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
@@ -295,6 +293,8 @@ def _filled(name: str, table: Any, column: str, used: Columns) -> Any:
         values = values.dictionary_decode()
     if pyarrow.types.is_null(values.type) or _is_view(values.type):  # few functions take views (pyarrow 26)
         values = values.cast(pyarrow.large_string())
+    if pyarrow.types.is_decimal(values.type):  # to which whole numbers can rarely be cast
+        values = values.cast(pyarrow.float64())
     if not values.null_count:
         return values
     if column not in used.fill:
