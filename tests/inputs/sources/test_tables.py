@@ -332,6 +332,9 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
     (tmp_path / "b.csv").write_text("x,z\n1,2\n")
     with pytest.raises(ConfigError, match=r"has the columns \['x', 'z'\], but"):
         build(f"csv:{tmp_path}/*.csv")
+    (tmp_path / "twice.csv").write_text("x,y,x\n1,2,3\n")
+    with pytest.raises(ConfigError, match=r"twice.csv': the columns \['x'\] occur twice\. Rename them"):
+        build(f"csv:{tmp_path}/twice.csv?label=y")
     (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin.csv' is not in UTF-8: .* Convert it, e\.g\. with iconv"):
         build(f"csv:{tmp_path}/latin.csv?label=y")

@@ -238,6 +238,7 @@ def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, u
             names = tables[-1].column_names
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name}: {path!r} is not in UTF-8: {error}. Convert it, e.g. with iconv.") from error
+        table_columns.check_names(f"{name}: {path!r}", names)  # they could not be joined
         if names != tables[0].column_names:
             raise ConfigError(
                 f"{name}: {path!r} has the columns {names}, but {paths[0]!r} has "

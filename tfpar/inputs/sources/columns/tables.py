@@ -83,6 +83,17 @@ def with_empty_as_missing(table: Any, columns: Collection[str]) -> Any:
     return table
 
 
+def check_names(name: str, columns: Sequence[str]) -> None:
+    """Refuses names that several columns have; `name` is the data set, for errors.
+
+    Raises:
+      ConfigError: Lists them.
+    """
+    if len(set(columns)) < len(columns):
+        twice = sorted({column for column in columns if columns.count(column) > 1})
+        raise ConfigError(f"{_title(name)}: the columns {twice} occur twice. Rename them.")
+
+
 def check_missing(name: str, table: Any, used: Columns, files: Mapping[str, int]) -> None:
     """Refuses missing entries that have no fill value.
 
@@ -174,9 +185,7 @@ def to_arrays(name: str, table: Any, used: Columns) -> TableArrays:
 def _inputs(name: str, table: Any, used: Columns) -> list[str]:
     """Returns the columns that are inputs; refuses names that the table does not have."""
     available = table.column_names
-    if len(set(available)) < len(available):
-        twice = sorted({column for column in available if available.count(column) > 1})
-        raise ConfigError(f"{_title(name)}: the columns {twice} occur twice. Rename them.")
+    check_names(name, available)
     named = [*used.label, *([used.weight] if used.weight else ()), *(used.inputs or ()), *used.fill]
     for column in named:
         if column not in available:
