@@ -125,6 +125,14 @@ def test_warm_up_of_one_cycle_is_its_rise():
     )
 
 
+def test_a_warm_up_of_one_cycle_that_rounds_to_nothing_is_one_step():
+    curve = _curve(_build("one_cycle", warmup=0.004))
+    np.testing.assert_allclose(curve, [_one_cycle(t, 1) for t in range(TOTAL)], rtol=1e-4)
+    with pytest.raises(ConfigError, match="give one of them"):
+        _build("one_cycle", "rise=0.2", warmup=0.004)
+    assert _curve(_build("one_cycle", warmup=0.004, total=1), 1)[0] > 0
+
+
 def test_rates_stay_at_their_end_beyond_the_run():
     assert float(_build("cosine", "final=0.25")(10 * TOTAL)) == pytest.approx(PEAK / 4)
     assert float(_build("one_cycle", "final=0.25")(10 * TOTAL)) == pytest.approx(PEAK / 4)

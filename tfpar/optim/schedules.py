@@ -327,7 +327,9 @@ def _warmup(config: ScheduleConfig, total_steps: int) -> int:
     """The steps of warm-up, fewer than all."""
     given = config.warmup_steps
     if given < 1:
-        return min(round(given * total_steps), total_steps - 1)
+        # Without warm-up, one-cycle rises for a share of its own: a small share must not mean a large one.
+        least = int(config.schedule == "one_cycle" and given > 0)
+        return min(max(round(given * total_steps), least), total_steps - 1)
     if not given.is_integer():
         raise ConfigError(f"--warmup_steps={given:g} is neither a whole number of steps nor a share of them, below 1.")
     if given >= total_steps:
