@@ -13,6 +13,7 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.sparse_rows import SparseRows, densified, summed_by_row
 from tfpar.exchange.buckets import WireBytes
 from tfpar.exchange.compressed import CompressedReducer
+from tfpar.exchange.gradients import as_float32
 
 import numpy as np
 import pytest
@@ -239,3 +240,19 @@ def test_workers_that_send_different_numbers_of_bytes_choose_the_same(monkeypatc
     assert sent[0] == sent[1] == 1.5 * sent[2]
     assert sizes[0] == sizes[1] == sizes[2]
     assert keys[0] == keys[1] == keys[2]
+
+
+def test_rows_that_do_not_travel_keep_the_shape_of_their_table():
+    """Also where their number is not known: the length of a message follows from it."""
+    shape = tf.TensorShape([5, 3])
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None], tf.int64), tf.TensorSpec([2], tf.int64)]
+    )
+    def program(values, indices, of_table):
+        (gradient,) = as_float32([tf.IndexedSlices(values, indices, of_table)], [shape], ())
+        assert gradient.shape == shape
+        return gradient
+
+    found = program(tf.ones([2, 3]), tf.constant([1, 1], tf.int64), tf.constant([5, 3], tf.int64))
+    assert found.numpy().sum(axis=1).tolist() == [0.0, 6.0, 0.0, 0.0, 0.0]

@@ -39,7 +39,8 @@ def as_float32(
     result: list[Gradient] = []
     for index, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
         if index not in sparse:
-            result.append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+            # Rows that become a tensor lose their shape.
+            result.append(tf.ensure_shape(tf.cast(tf.convert_to_tensor(gradient), tf.float32), shape))
         elif isinstance(gradient, tf.IndexedSlices):
             result.append(summed_by_row(gradient.values, gradient.indices))
         else:
