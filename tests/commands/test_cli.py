@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -129,6 +130,17 @@ def test_errors_are_one_line_with_a_suggestion(command, error):
 
 def test_the_version():
     assert re.fullmatch(r"tfpar \d+\.\d+\.\d+(\.dev\d+)?(\+tf\d+\.\d+)?\n", tfpar("--version").stdout)
+
+
+def test_plans_as_json_are_all_of_the_output():
+    """Progress, of which there is a line here at once, goes elsewhere."""
+    plan = "from tfpar.commands import plan; from tfpar.process import activity; "
+    plan += "activity._PLAIN_SECONDS = 0.0, 10.0; plan.run()"
+    options = ["--json", "--rows=2", "--devices=2", "--device_flops=1e12", "--sequence_length=32"]
+    command = [sys.executable, "-c", plan, *options]
+    result = nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert "counting transformer_lm_tiny" in result.stderr, result.stdout + result.stderr
+    assert [each["mesh"] for each in json.loads(result.stdout)]
 
 
 def test_every_command_has_a_program():

@@ -11,7 +11,9 @@ decides (--mesh, --accumulate_steps, --recompute, --shard) vary, and with --exch
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Sequence
 
 from tfpar.config import catalog, flags
@@ -55,14 +57,16 @@ def main(_: list[str]) -> None:
     from tfpar.training.planning.offline import plan_offline  # TensorFlow is not needed for --help and wrong flags
 
     link, device_link = values.link, values.device_link
-    answer = plan_offline(
-        config,
-        hosts=values.hosts,
-        flops=values.device_flops,
-        between=machines.parse_link(link, "--link", machines.Machine().between.latency),
-        within=machines.parse_link(device_link, "--device_link", 2e-5) if device_link else None,
-        fixed=[name for name in _DECIDED if flags.is_given(name)],
-    )
+    # So that standard output is the JSON alone.
+    with contextlib.redirect_stdout(sys.stderr) if values.json else contextlib.nullcontext():
+        answer = plan_offline(
+            config,
+            hosts=values.hosts,
+            flops=values.device_flops,
+            between=machines.parse_link(link, "--link", machines.Machine().between.latency),
+            within=machines.parse_link(device_link, "--device_link", 2e-5) if device_link else None,
+            fixed=[name for name in _DECIDED if flags.is_given(name)],
+        )
     best = answer.best  # an error, if none fits
     if values.json:
         print(json.dumps([each.as_dict() for each in answer.fitting[: values.rows]], indent=2))
