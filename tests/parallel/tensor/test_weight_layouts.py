@@ -9,6 +9,7 @@ from tfpar.parallel.tensor.layout import find_layout
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 
 import keras
+import keras_hub
 import pytest
 
 
@@ -40,6 +41,32 @@ def test_the_map_of_a_grouped_query_model_divides_it():
     for variable in model.trainable_variables:
         asked = layout[variable.path]
         assert not asked or ("model" in asked.axes) == (variable.path in splits(found))
+
+
+SIZES = {"vocabulary_size": 32, "num_layers": 1, "hidden_dim": 16, "intermediate_dim": 32}
+GEMMA = {"num_query_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("backbone", "sizes", "pair"),
+    [
+        (keras_hub.models.GemmaBackbone, GEMMA, ("ffw_gating", "ffw_linear")),
+        (keras_hub.models.FalconBackbone, {"num_attention_heads": 4}, ("dense_h_to_4h", "dense_4h_to_h")),
+        (keras_hub.models.BloomBackbone, {"num_heads": 4}, ("mlp_intermediate_dense", "mlp_output_dense")),
+    ],
+)
+def test_feed_forward_layers_of_other_names_are_divided(backbone, sizes, pair):
+    model = backbone(**SIZES, **sizes)
+    found = {path.rpartition("/")[2]: way for path, way in ways(find_layout(model, 2)).items()}
+    assert [found[name] for name in pair] == ["column", "row"]
+    if hasattr(backbone, "get_layout_map"):
+        asked = splits(find_weight_layout(model, 2, backbone.get_layout_map(mesh())))
+        assert {"decoder_block_0/ffw_gating_2/kernel", "decoder_block_0/ffw_linear/kernel"} <= asked.keys()
+
+
+def test_what_is_no_layout_is_refused():
+    with pytest.raises(ConfigError, match="layout='up': give a dict"):
+        names_weights("up")
 
 
 def test_axes_and_dims_of_weights():

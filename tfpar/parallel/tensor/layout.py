@@ -44,8 +44,11 @@ _LOOPED = "calls in the loop of a recurrent layer, in which devices cannot commu
 _ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
 # Names of keras-hub's feed-forward layers.
 _FEED_FORWARD = (
-    (re.compile(r"feedforward_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
-    (re.compile(r"feedforward_output_dense\d*$"), ROW),
+    (re.compile(r"(feedforward|mlp)_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
+    (re.compile(r"(feedforward|mlp)_output_dense\d*$"), ROW),
+    # Of Gemma and Falcon.
+    (re.compile(r"^ffw_gating(_2)?$|^dense_h_to_4h$"), COLUMN),
+    (re.compile(r"^ffw_linear$|^dense_4h_to_h$"), ROW),
 )
 
 
@@ -78,9 +81,11 @@ def some(layouts: Layouts, finder: Finder, model: keras.Model) -> Layouts:
         closest = finder.indivisible[:1]
         raise ConfigError(
             f"--mesh: model {model.name!r} has no layer that can be divided over {finder.size} devices: attention with "
-            "a divisible number of heads, Dense, EinsumDense or Embedding layers."
+            "a divisible number of heads, pairs of Dense layers in its graph, large Dense, EinsumDense or Embedding "
+            "layers."
             + "".join(f" {each.path!r} has {each.reason}. {each.fitting}" for each in closest)
-            + " Use --mesh=data:... alone, or divide layers of your own by layout={'REGEX': 'gather'}."
+            + " Use --mesh=data:... alone, or name layers: layout={'REGEX': 'gather'}, or a pair of Dense layers: "
+            "layout={'first': 'column', 'second': 'row'}."
         )
     return layouts
 

@@ -33,12 +33,14 @@ def names_weights(rules: Rules | None) -> bool:
     """Whether a layout names weights: a `LayoutMap`, or a dict whose values are axes by dimension, or dimensions.
 
     Raises:
-      ConfigError: Some of its values are for weights and some for layers.
+      ConfigError: It is no layout; or some of its values are for weights and some for layers.
     """
     if not rules:
         return False
     if isinstance(rules, keras.distribution.LayoutMap):
         return True
+    if not isinstance(rules, Mapping):
+        raise ConfigError(f"layout={rules!r}: give a dict, such as {{'REGEX': 'gather'}}, or a LayoutMap.")
     of_layers = [key for key, value in rules.items() if isinstance(value, str)]
     if of_layers and len(of_layers) < len(rules):
         other = next(key for key in rules if key not in of_layers)
