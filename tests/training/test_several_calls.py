@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tfpar
 from tests.integration.scripts import divided, divided_models
 
 import keras
@@ -28,14 +27,6 @@ def consistent() -> keras.Model:
 
 def test_a_second_call_of_stages_has_its_own_training():
     x, y = divided_models.first_of(divided_models.data("dense"), 80)  # whole batches
-    found = []
-    for strategy, mesh in (("one_device", ""), ("mirrored", "pipeline:2")):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(1)
-        options = {**divided.COMMON, "strategy": strategy, "mesh": mesh, "accumulate_steps": 2}
-        config = tfpar.ExperimentConfig.from_flat_dict(options)
-        trainer = tfpar.Trainer(consistent, config=config, runtime=divided.runtime_of(strategy, mesh))
-        trainer.fit(x, y[:, None], steps=3)
-        found.append(divided.weights_of(trainer))
-    for name, value in found[0].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    alone, found = divided.weights_alone_and_on("pipeline:2", consistent, x, y[:, None], steps=3)
+    for name, value in alone.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tfpar
@@ -102,6 +103,23 @@ def own_copies(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
         for each, by in held
         if by and by.here and len(by.ranks) > 1
     }
+
+
+def weights_alone_and_on(
+    mesh: str, build: Callable[[], keras.Model], x: Any, y: Any, *, steps: int, loss: Any = None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The weights after some steps of two micro-batches: on one device, and on a mesh in this process."""
+
+    def trained(strategy: str, mesh: str) -> dict[str, np.ndarray]:
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        options = {**COMMON, "strategy": strategy, "mesh": mesh, "accumulate_steps": 2}
+        config = tfpar.ExperimentConfig.from_flat_dict(options)
+        trainer = tfpar.Trainer(build, loss=loss, config=config, runtime=runtime_of(strategy, mesh))
+        trainer.fit(x, y, steps=steps)
+        return weights_of(trainer)
+
+    return trained("one_device", ""), trained("mirrored", mesh)
 
 
 def main(output: str, cases: str) -> None:
