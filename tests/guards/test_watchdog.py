@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import signal
+import subprocess
 import sys
+import time
 
 from tests import nursery
 from tfpar.process.exit_codes import PEER_LOST
@@ -101,11 +104,13 @@ def model():
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
 
 train = inputs.from_arrays(np.zeros([16, 3], np.float32), np.zeros([16], np.int32))
-validation = hangs(train) if sys.argv[1] == "evaluation" else train
+validation = hangs(train) if sys.argv[1] in ("evaluation", "evaluate", "predict") else train
 train = hangs(train) if sys.argv[1] == "first" else train
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 options = {"strategy": "one_device", "jit_compile": "false", "cache": "none", "global_batch_size": 8, "steps": 2}
 trainer = tfpar.Trainer(model, loss=loss, stall_timeout=float(sys.argv[2]), **options)
+if sys.argv[1] in ("evaluate", "predict"):
+    getattr(trainer, sys.argv[1])(validation)
 trainer.fit(train, validation=validation)
 """
 
@@ -114,7 +119,9 @@ trainer.fit(train, validation=validation)
     ("where", "timeout", "what"),
     [
         ("first", 0.5, "the startup and the first step"),
-        ("evaluation", 3, "evaluation or checkpoint after step 2"),  # within five times that the steps are done
+        ("evaluation", 3, "evaluating arrays"),  # within five times that the steps are done
+        ("evaluate", 0.5, "evaluating arrays"),
+        ("predict", 0.5, "predicting arrays"),
     ],
 )
 def test_a_source_that_hangs_is_noticed(where, timeout, what):
@@ -123,6 +130,59 @@ def test_a_source_that_hangs_is_noticed(where, timeout, what):
     assert (
         f"error: worker 0 made no progress for {5 * timeout:g} s (5 times --stall_timeout), in {what}." in done.stderr
     )
+
+
+def test_what_can_be_counted_may_take_long_as_a_whole():
+    program = """
+import itertools, time
+from tfpar.guards.watchdog import Watchdog
+
+with Watchdog(0.2, "worker 3", first="evaluating", count=itertools.count().__next__):
+    time.sleep(3)
+print("done")
+"""
+    done = run(program)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_part_of_the_work_is_watched_in_place_of_the_whole():
+    program = """
+import itertools, time
+from tfpar.guards.watchdog import Watchdog
+
+with Watchdog(0.4, "worker 3") as whole:
+    with Watchdog(0.4, "worker 3", first="evaluating", count=itertools.count().__next__):
+        time.sleep(4)
+    whole.progress("step 7", patient=True)
+    with Watchdog(0.4, "worker 3", first="predicting"):
+        time.sleep(4)
+"""
+    done = run(program)
+    assert done.returncode == PEER_LOST
+    assert done.stderr.count("no progress") == 1
+    assert "error: worker 3 made no progress for 2 s (5 times --stall_timeout), in predicting." in done.stderr
+
+
+def test_a_process_that_was_stopped_for_a_while_goes_on():
+    program = """
+import time
+from tfpar.guards.watchdog import Watchdog
+
+with Watchdog(4.0, "worker 3") as watchdog:
+    watchdog.progress("step 7")
+    print("begun", flush=True)
+    for _ in range(5):
+        time.sleep(0.1)
+print("done")
+"""
+    command = [sys.executable, "-c", program]
+    with nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, rest) == (0, "done\n"), errors
 
 
 def test_switched_off_it_does_nothing():

@@ -135,8 +135,8 @@ class TrainerOptions(TypedDict, total=False):
 
     stall_timeout: float
     """Seconds in which a worker must make progress. A worker that does not, because of a deadlock for example, prints
-    where it hangs and exits. The first step, an evaluation and a checkpoint may each take 5 times as long. 0: no
-    limit."""
+    where it hangs and exits. The first step, a checkpoint, and each batch of an evaluation or prediction may take 5
+    times as long. 0: no limit."""
 
     exchange: str
     """How gradients travel between workers: none (dense float32 all-reduce), a codec such as bf16, int8, int4, sign,

@@ -1,4 +1,4 @@
-"""Ends a process whose training does not move, though it still answers: a deadlock in Python, an input that hangs."""
+"""Ends a process whose work does not move, though it still answers: a deadlock in Python, an input that hangs."""
 
 from __future__ import annotations
 
@@ -9,39 +9,54 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from tfpar.process.exit_codes import PEER_LOST, exit_immediately
 
 _log = logging.getLogger(__name__)
 
-# Factor on the timeout for work without steps to watch: the first step, which compiles, or an evaluation.
+# Factor on the timeout for work without steps to watch: the first step, which compiles, a batch of an evaluation.
 PATIENCE = 5
+
+_watching: list[Watchdog] = []  # only the innermost watches: what it is for is a part of what the others are for
 
 
 class Watchdog:
     """Watches one thread's progress from another.
 
     Peers cannot distinguish such a worker from a slow one, because its heartbeats continue. When it ends itself, they
-    detect it like any lost worker.
+    detect it like any lost worker. Within another one, this one watches alone.
 
     Args:
       timeout: Seconds without `progress` after which the process ends; 0: never.
       name: This process, for the message.
+      first: What comes first; it may take `PATIENCE` times as long.
+      count: Counts what is done; a change is progress. Called in another thread.
     """
 
-    def __init__(self, timeout: float, name: str) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        name: str,
+        *,
+        first: str = "the startup and the first step",
+        count: Callable[[], int] | None = None,
+    ) -> None:
         self._timeout = timeout
         self._name = name
+        self._first, self._count = first, count
         self._due = ("", 0.0, 0.0)  # the current work, its start and its time limit: replaced together
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self.progress("the startup and the first step", patient=True)
+        self.progress(self._first, patient=True)
+        _watching.append(self)
         if self._timeout:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        _watching.remove(self)
         self._done.set()
 
     def progress(self, what: str, *, patient: bool = False) -> None:
@@ -61,13 +76,21 @@ class Watchdog:
 
     def _watch_until_done(self) -> None:
         stderr = _stderr()
-        while not self._done.wait(min(1.0, self._timeout / 4)):
+        interval = min(1.0, self._timeout / 4)
+        before: tuple[float, int] = (0.0, 0)
+        idle, looked = 0.0, time.monotonic()
+        while not self._done.wait(interval):
             # For a call that hangs while holding Python's lock, so that this thread cannot run either: TensorFlow 2.21
             # does so when it sends a new function to a remote worker that does not answer. Python then shows the stacks
             # and ends the process with exit code 1, from a thread that needs no lock.
             faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=stderr)
             what, since, limit = self._due
-            if time.monotonic() - since < limit:
+            state = since, self._count() if self._count else 0
+            now = time.monotonic()
+            # Not the time since the progress: a process that was stopped for a while (SIGSTOP) could not make any.
+            idle = idle + min(now - looked, 2 * interval) if state == before and _watching[-1:] == [self] else 0.0
+            before, looked = state, now
+            if idle < limit:
                 continue
             faulthandler.dump_traceback(stderr, all_threads=True)
             times = f"{PATIENCE} times " if limit > self._timeout else ""

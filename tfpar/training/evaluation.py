@@ -14,6 +14,7 @@ from tfpar.cluster import failure
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
+from tfpar.guards.watchdog import Watchdog
 from tfpar.parallel import replica
 from tfpar.parallel.tensor.divided_logits import gathered
 from tfpar.parallel.traced_gradients import graphs_released
@@ -96,12 +97,14 @@ class Evaluator:
         evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
         examples_done = functools.partial(evaluation.examples_done, program.config.eval_batch_size)
         names = program.batch_readers.distorted_metrics(pipeline)
+        timeout, activity_name = program.config.strategy.stall_timeout, f"evaluating {source.info.name}"
         with (
+            Watchdog(timeout, f"worker {topology.worker}", first=activity_name, count=examples_done),
             failure.peer_errors_named(topology.cluster),
             graphs_released(),
             program.averages.shown(),
             named(source, read),
-            activity(f"evaluating {source.info.name}", count=examples_done, total=total, shown=program.reports),
+            activity(activity_name, count=examples_done, total=total, shown=program.reports),
         ):
             iterator = iter(elements)
             keep_tensors_on_heaps()

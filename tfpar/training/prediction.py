@@ -12,6 +12,7 @@ from tfpar.cluster import failure
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import named
+from tfpar.guards.watchdog import Watchdog
 from tfpar.parallel import replica
 from tfpar.parallel.traced_gradients import graphs_released
 from tfpar.process.activity import activity
@@ -67,7 +68,13 @@ class Predictor:
             f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
         )
         agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "predict()")
-        with failure.peer_errors_named(topology.cluster), graphs_released(), program.averages.shown(), shown:
+        watchdog = Watchdog(
+            program.config.strategy.stall_timeout,
+            f"worker {topology.worker}",
+            first=f"predicting {source.info.name}",
+            count=lambda: len(rows),
+        )
+        with watchdog, failure.peer_errors_named(topology.cluster), graphs_released(), program.averages.shown(), shown:
             for step in range(batches):
                 if calls:
                     calls.begin(step)

@@ -119,8 +119,8 @@ class StrategyConfig(ConfigBase):
     stall_timeout: float = option(
         1800.0,
         "Seconds in which a worker must make progress. A worker that does not, because of a deadlock for example, "
-        "prints where it hangs and exits. The first step, an evaluation and a checkpoint may each take 5 times as "
-        "long. 0: no limit.",
+        "prints where it hangs and exits. The first step, a checkpoint, and each batch of an evaluation or prediction "
+        "may take 5 times as long. 0: no limit.",
         minimum=0.0,
         maximum=1e7,
         may_change_on_resume=True,
