@@ -26,6 +26,8 @@ _STREAMS = 1 << 12  # numbers of encodings beside one seed: with its 51 bits, th
 # the residual of the owner of a shard for the sum, of the elements of that shard. The owners' shards lie end to end in
 # the order of the ranks.
 RESIDUALS = ("worker", "owner")
+# Names of the state that is in units of gradient sums: those, and the velocity of momentum correction.
+IN_UNITS_OF_SUMS = (*RESIDUALS, "velocity")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tfpar.exchange.algorithms.sparse_rows import SparseRows
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, reduce_per_worker
 from tfpar.exchange.registry import DENSE
+from tfpar.exchange.residual_units import EXAMPLES, ResidualUnits
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.spec import Spec
 
@@ -86,6 +87,7 @@ class CompressedReducer(Reducer):
             self._observed = tf.Variable(
                 [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
             )
+        self.units = [ResidualUnits(device, lambda: [bucket.state for bucket in self._buckets])]
         self._make_buckets(self._choose(measured))
 
     @property
@@ -116,7 +118,7 @@ class CompressedReducer(Reducer):
 
     def export(self) -> dict[str, np.ndarray]:
         """The count of exchanges; of each bucket, its layout and its state."""
-        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
+        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64), **self.units[0].export()}
         for index, bucket in enumerate(self._buckets):
             layout = [bucket.elements, bucket.shard_elements, bucket.factor_rank]
             arrays[f"{index}/{LAYOUT}"] = np.array(layout, np.int64)
@@ -134,6 +136,7 @@ class CompressedReducer(Reducer):
         if not own:
             return
         local_copy(self._step).assign(own["step"])
+        self.units[0].restore(own)
         # Compares layouts, not shapes, which may agree on one worker and not on another: all must decide the same.
         if same_workers and _layout(own) == _layout(self.export()):
             for index, bucket in enumerate(self._buckets):
@@ -198,6 +201,7 @@ class CompressedReducer(Reducer):
         """Sums the sidecar first, dense, because it decides whether the step is applied: if not, residuals must not
         change."""
         sums, sidecar = self._reduce_small(gradients, sidecar)
+        self.units[0].follow_sidecar(should_apply, sidecar)
         large = [index for indices in self._indices for index in indices]
         if large:
             reduced = tf.cond(
@@ -384,7 +388,8 @@ def _ring_share(size: int, workers: int) -> int:
 
 def _layout(state: Mapping[str, np.ndarray]) -> dict[str, object]:
     """Names of a worker's state, and the layouts of its buckets: the same on every worker."""
-    return {name: array.tolist() if name.endswith(LAYOUT) else None for name, array in state.items()}
+    names = {name: array.tolist() if name.endswith(LAYOUT) else None for name, array in state.items()}
+    return {name: layout for name, layout in names.items() if name != EXAMPLES}  # which older checkpoints lack
 
 
 def _joined(names: Sequence[str]) -> str:

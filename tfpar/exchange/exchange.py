@@ -24,6 +24,7 @@ from tfpar.exchange.reducer import (
     local_replicas,
     replica_context,
 )
+from tfpar.exchange.residual_units import ResidualUnits
 from tfpar.exchange.sharding.owners import OwnersReducer, Scattered
 from tfpar.exchange.sharding.per_place import reducer_of_places
 from tfpar.exchange.sharding.reducer import ShardedReducer
@@ -76,6 +77,7 @@ class Exchange:
         self._shapes: list[tf.TensorShape] = []
         self._group: Group = world_group()
         self._group_given = False
+        self._micro_batches = 0
         self._reducer: Reducer = LocalReducer([])
         self._pending_reducer: Callable[[Spec], Reducer] = lambda _: self._reducer
 
@@ -120,6 +122,7 @@ class Exchange:
           ValueError: `worker` or an index in `sparse` is out of range.
           ConfigError: The exchange does not work for this number of workers.
         """
+        self._micro_batches = micro_batches
         self._shapes = shapes = [tf.TensorShape(variable.shape) for variable in variables]
         check_sparse(sparse, shapes)
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
@@ -177,6 +180,12 @@ class Exchange:
     def first_ready_indices(self) -> list[int]:
         """Indices of the variables whose gradients are sent first, if the exchange overlaps the backward pass."""
         return self._reducer.first_ready_indices
+
+    @property
+    def early_units(self) -> list[ResidualUnits]:
+        """The units of the residuals that are sent before the summed sidecar is known: see `follow_early`."""
+        early = self.first_ready_indices or self._micro_batches
+        return [units for units in self._reducer.units if early and units.variables]
 
     @property
     def plan_table(self) -> str:

@@ -154,6 +154,7 @@ class PlacesReducer(Reducer):
         apart = replica.held_elsewhere if replica.micro_batches else ()  # each holder has a residual of its own
         self.digests = [digest_of((what, "apart") if place in apart else what) for place, what in enumerate(exchanged)]
         self._reducers: Sequence[Reducer] = list(reducers)
+        self.units = [each for reducer in reducers for each in reducer.units]
         self._indices = [list(each) for each in replica.indices]
         self._devices, self._groups = list(devices), list(groups)
         self._programs, self._workers = list(replica.programs), groups[0].size

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from tfpar.exchange.algorithms.sparse_rows import summed_by_row
 from tfpar.exchange.fusion import Fusion
 from tfpar.exchange.gradients import Gradient
+from tfpar.exchange.residual_units import ResidualUnits
 
 import numpy as np
 import tensorflow as tf
@@ -86,6 +87,7 @@ class Reducer(Protocol):
       first_ready_indices: Indices of the variables whose gradients are sent first, if buckets are sent while other
         gradients are being computed; otherwise empty.
       plan_table: The measurements and choices of `auto`, as text; empty for any other exchange.
+      units: The units of its residuals.
     """
 
     @property
@@ -107,6 +109,8 @@ class Reducer(Protocol):
     @property
     def plan_table(self) -> str:
         return ""
+
+    units: Sequence[ResidualUnits] = ()
 
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply

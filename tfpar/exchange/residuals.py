@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.exchange.buckets import RESIDUALS, Bucket, Padding
+from tfpar.exchange.residual_units import EXAMPLES
 
 import numpy as np
 
@@ -33,6 +34,8 @@ def checked(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, np.ndarr
 def _plausible(name: str, array: np.ndarray, state: Mapping[str, np.ndarray]) -> bool:
     if name == "step":
         return array.dtype == np.int64 and array.shape == () and int(array) >= 0
+    if name == EXAMPLES:
+        return array.dtype == np.float32 and array.shape == () and bool(np.isfinite(array))
     number, _, role = name.partition("/")
     layout = state.get(f"{number}/{LAYOUT}")
     if not number.isdecimal() or layout is None or layout.dtype != np.int64 or layout.shape != (3,) or layout.min() < 0:

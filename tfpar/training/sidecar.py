@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from tfpar.exchange import Exchange
+from tfpar.exchange.reducer import ShouldApply
+from tfpar.exchange.residual_units import CountedDecision
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.precision import difference, moved
 from tfpar.training.core import Core
@@ -188,3 +191,26 @@ class Reduced(NamedTuple):
 def should_apply(vector: tf.Tensor) -> tf.Tensor:
     """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
     return tf.equal(vector[NON_FINITE], 0.0) & (vector[COUNT] > 0.0)
+
+
+# What an exchange is told: also the number of examples, by which gradient sums are divided where nothing else is.
+DECISION = CountedDecision(should_apply, lambda vector: vector[COUNT])
+
+
+def follow_examples(should_apply: ShouldApply, exchange: Exchange, examples: Callable[[], tf.Tensor]) -> None:
+    """Puts residuals that leave before the summed sidecar is known into the units of a step. In a replica context.
+
+    Args:
+      should_apply: As the exchange is told it: nothing is done if it does not count examples.
+      exchange: The exchange.
+      examples: Returns the number of examples of the step over all replicas, the same on all: a float32 scalar.
+    """
+    units = exchange.early_units
+    if not units or not isinstance(should_apply, CountedDecision):
+        return
+
+    def merged(strategy: tf.distribute.Strategy, value: Any) -> None:
+        for each in units:
+            each.follow(strategy.experimental_local_results(value)[0])
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(examples(),))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import run_unordered
 from tfpar.exchange import Exchange
+from tfpar.exchange.reducer import ShouldApply
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
@@ -32,7 +33,7 @@ from tfpar.training import norms, sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.seeds import step_seed
-from tfpar.training.sidecar import Reduced, Sidecar, should_apply
+from tfpar.training.sidecar import DECISION, Reduced, Sidecar, follow_examples, should_apply
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
 import keras
@@ -43,20 +44,20 @@ class TrainStep:
     """Training steps on a synchronous strategy. `_replica_step` is one step; `run` runs any number of them."""
 
     waits_for_host: bool = False  # whether a step waits for data from the host, so that it is not one XLA program
+    decision: ShouldApply = DECISION  # on whether a step is applied, for the exchange
 
     def _replica_step(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor | None
     ) -> StepReport:
         """One step on one replica. The norm is computed if `wants_norm`, and always if that is None."""
-        context = tf.distribute.get_replica_context()
         model = self.core.model
 
         # 1, 2: loss and gradients of the micro-batches, summed here.
-        seed_path = (step, self._replica_number(context))
+        seed_path = (step, self._replica_number(tf.distribute.get_replica_context()))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
         scales = self._loss_scales(params, state, batch)
-        contribution = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
-        gradients, packed, state, assigned = contribution
+        follow_examples(self.decision, self.exchange, lambda: self._total_denominators(params, state, batch)[0])
+        gradients, packed, state, assigned = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
         norm, replicas = self._own_norm(gradients), self.replicas
         vector = self._flagged(packed, norm * float(replicas) if replicas > 1 else norm)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
@@ -90,7 +91,7 @@ class TrainStep:
     ) -> Reduced:
         """Parts 3 to 5, from this replica's gradient sums, their norm, and its part of the sidecar."""
         # 3: one exchange, which also determines whether all replicas are finite.
-        gradients, vector = self.exchange.reduce_sums(gradients, vector, should_apply)
+        gradients, vector = self.exchange.reduce_sums(gradients, vector, self.decision)
         vector = self._reported(vector)
         exchanged = self._replica_clock([vector, *gradients])
 

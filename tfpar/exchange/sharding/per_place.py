@@ -94,6 +94,9 @@ class ShardedPlaces(OwnersReducer, PlacesReducer):
                 before = [self._first(strategy, value, place) for value in own]
             places.append(_AtPlace(place, self._devices[place], reducer, scatter, before, small))
             vectors.append(vector)
+        if not isinstance(gradients, Scattered):
+            for unit in self.units:
+                unit.follow_sidecar(inputs.should_apply, vectors[0])
         with tf.device(self._devices[0]):
             vector = inputs.reported(vectors[0])
         given = [self._first(strategy, value, 0) for value in inputs.arguments]

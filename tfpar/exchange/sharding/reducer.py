@@ -24,6 +24,7 @@ from tfpar.config import ConfigError
 from tfpar.exchange import buckets, residuals
 from tfpar.exchange.reducer import Traffic, dense_traffic, sum_local
 from tfpar.exchange.registry import Spec
+from tfpar.exchange.residual_units import EXAMPLES, ResidualUnits
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Sent, Update, UpdateInputs
@@ -88,6 +89,7 @@ class ShardedReducer(OwnersReducer):
                 )
                 for number, vector in enumerate(vectors)
             ]
+        self.units = [ResidualUnits(device, lambda: [one.state for one in self._shards])]
 
     @property
     def compresses(self) -> bool:
@@ -165,6 +167,8 @@ class ShardedReducer(OwnersReducer):
             scatter, whole = self._of_worker(strategy, gradients)
             own = [_first(strategy, value) for value in inputs.weights]
             vector, small = self.reduce_whole(whole, sum_local(strategy, inputs.sidecar))
+            if not isinstance(gradients, Scattered):
+                self.units[0].follow_sidecar(inputs.should_apply, vector)
             vector = inputs.reported(vector)
 
             def apply() -> Any:
@@ -284,7 +288,7 @@ class ShardedReducer(OwnersReducer):
         """
         if not self.compresses and not any(one.state for one in self._shards):
             return {}
-        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
+        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64), **self.units[0].export()}
         for number, one in enumerate(self._shards):
             arrays[f"{number}/{LAYOUT}"] = np.array([one.vector.elements, one.vector.worker_elements, 0], np.int64)
             for role, variable in one.state.items():
@@ -298,8 +302,9 @@ class ShardedReducer(OwnersReducer):
         if not own:
             return
         local_copy(self._step).assign(own["step"])
-        mine = self.export()
-        same = workers == self._group.size and own.keys() == mine.keys()
+        self.units[0].restore(own)
+        mine = {name: array for name, array in self.export().items() if name != EXAMPLES}  # older checkpoints lack it
+        same = workers == self._group.size and own.keys() - {EXAMPLES} == mine.keys()
         same = same and all(own[name].shape == array.shape for name, array in mine.items())
         if same:
             pending = [own[f"{number}/{role}"] for number, one in enumerate(self._shards) for role in one.state]

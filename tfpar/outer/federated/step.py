@@ -150,6 +150,8 @@ class FederatedStep(TrainStep):
       **options: As for `TrainStep`; clients clip gradients themselves.
     """
 
+    decision = staticmethod(should_apply)  # what is averaged is divided by masses of clients, not by examples
+
     def __init__(
         self, clients: ClientRound, averaging: Averaging, memory: ClientMemory, *arguments: Any, **options: Any
     ) -> None:

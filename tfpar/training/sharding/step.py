@@ -76,7 +76,7 @@ class ShardedStep(TrainStep):
             gradients,
             vector,
             weights,
-            should_apply=should_apply,
+            should_apply=self.decision,
             reported=self._reported,  # with the denominator, which the last stage alone may know
             update=self._update_share,
             norms=Norms(norms.l2_norm, self._joined_norm),

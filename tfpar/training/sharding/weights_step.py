@@ -136,7 +136,7 @@ class _ExchangeOfSome:
 
     def __init__(self, exchange: Exchange, places: list[int]) -> None:
         self._exchange, self._places = exchange, places
-        self.state, self.first_ready_indices = exchange.state, list[int]()
+        self.state, self.first_ready_indices, self.early_units = exchange.state, list[int](), exchange.early_units
 
     def reduce_sums(
         self, gradients: Tensors, sidecar: tf.Tensor, should_apply: ShouldApply
