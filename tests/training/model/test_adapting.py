@@ -224,3 +224,18 @@ def test_a_layer_with_a_constraint_is_named():
     given = keras.Sequential([keras.Input((4,)), layers.Dense(3, kernel_constraint="non_neg", name="bound")])
     with pytest.raises(ConfigError, match=r"--lora=1: \S*bound cannot have adapters: Lora is incompatible"):
         tfpar.Trainer(given, "adam", "mse", lora="1", strategy="one_device")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "warned"),
+    [
+        ("^lost|^last", ["--trainable=^lost|^last: no weight that can learn matches '^lost'."]),
+        ("^a|^last|^z", ["--trainable=^a|^last|^z: no weight that can learn matches '^a' or '^z'."]),
+        ("^first|^last", []),
+        ("^(lost|last)", []),  # inside a group, an alternative is no expression of its own
+        ("last|[|]|\\|", []),
+    ],
+)
+def test_a_warning_names_alternatives_without_a_weight(pattern, warned, caplog):
+    tfpar.Trainer(model(), "adam", "mse", strategy="one_device", trainable=pattern)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == warned

@@ -62,11 +62,20 @@ def adapt_model(
         paths = listed([weight.path for weight in model.weights if id(weight) in learned], _SHOWN)
         end = "" if paths.endswith("...") else "."
         raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}{end}")
+    if announced and (idle := _idle_alternatives(pattern, model)):
+        _log.warning("--trainable=%s: no weight that can learn matches %s.", trainable, " or ".join(map(repr, idle)))
     if original is not None:
         adapt_model(original.model, options)
         original.note()
     if announced:
         _log.info("%s", _description(model, options, adapted))
+
+
+def _idle_alternatives(pattern: str, model: keras.Model) -> list[str]:
+    """The alternatives of an expression that match no weight; empty if it has groups or classes, which may hold `|`."""
+    alternatives = [] if re.search(r"[(\[]|\\\|", pattern) else pattern.split("|")
+    paths = [weight.path for layer in all_layers(model) for weight in weights_made_to_learn(layer)]
+    return [each for each in alternatives if not any(re.search(each, path) for path in paths)]
 
 
 def is_adapter(weight: keras.Variable) -> bool:
