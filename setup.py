@@ -81,7 +81,7 @@ TEST = [
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
     "mypy>=1.14,<3",
-    "types-protobuf>=5.29",  # envpool needs it too
+    "types-protobuf>=5.29,<8",  # envpool needs it too
     "nbclient>=0.10,<1",
     "ninja>=1.11,<2",
     "playwright>=1.49,<2",  # drives the distribution's Chromium; it downloads no browser of its own
@@ -118,6 +118,9 @@ def bound_to_tensorflow(version: str, install: list[str]) -> tuple[str, list[str
     if os.environ.get("TFPAR_LOCAL_VERSION") == "1":
         version += f"+tf{'.'.join(tensorflow.split('.')[:2])}"
     bound = [f"tensorflow=={tensorflow}" if each.startswith("tensorflow>") else each for each in install]
+    if tensorflow.startswith(("2.19.", "2.20.")):
+        # They bring TensorBoard 2.19 and 2.20, which import pkg_resources; setuptools 82 removed it.
+        bound.append("setuptools<82")
     if tensorflow.startswith("2.19."):
         # TFDS asks for any; later ones are generated for protobuf 6, and TensorFlow 2.19 takes protobuf 5 at most.
         bound.append("tensorflow-metadata<1.18")

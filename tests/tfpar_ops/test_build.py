@@ -91,13 +91,16 @@ def test_a_package_with_the_library_is_bound_to_its_tensorflow(build, monkeypatc
     general = ["tensorflow>=2.19,<2.22", "tensorflow-datasets>=4"]
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.20.1")
     monkeypatch.delenv("TFPAR_LOCAL_VERSION", raising=False)
-    bound = ["tensorflow==2.20.1", "tensorflow-datasets>=4"]
+    # TensorBoard of TensorFlow 2.20 needs pkg_resources.
+    bound = ["tensorflow==2.20.1", "tensorflow-datasets>=4", "setuptools<82"]
     assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0", bound)
     monkeypatch.setenv("TFPAR_LOCAL_VERSION", "1")
     assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0+tf2.20", bound)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.19.1")
     # Later ones end `import tensorflow_datasets` with the protobuf that TensorFlow 2.19 allows.
-    assert "tensorflow-metadata<1.18" in build.bound_to_tensorflow("0.1.0", general)[1]
+    assert {"tensorflow-metadata<1.18", "setuptools<82"} <= {*build.bound_to_tensorflow("0.1.0", general)[1]}
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.21.0")
+    assert build.bound_to_tensorflow("0.1.0", general)[1] == ["tensorflow==2.21.0", "tensorflow-datasets>=4"]
 
 
 def test_the_version_is_stated_alike(build):
