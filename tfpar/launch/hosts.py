@@ -110,7 +110,8 @@ def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str
 def text(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> str:
     """What `--hosts` prints: for each host a comment, and a command to copy."""
     workers = sum(map(len, hosts))
-    parts = [f"# {workers} worker{'s' * (workers > 1)}. Run each command on its host, in the directory of the script."]
+    where = "Run each command on its host, in a directory with the same content as this one, in tfpar's environment."
+    parts = [f"# {workers} worker{'s' * (workers > 1)}. {where}"]
     first = 0
     for addresses, line in zip(hosts, commands(hosts, command), strict=True):
         last = first + len(addresses) - 1
