@@ -46,9 +46,9 @@ def commands_of(block: Block) -> list[Command]:
 
 
 def parse(line: str) -> list[Command]:
-    """The commands of one line: variables before it and comments after it do not count."""
+    """The commands of one line: variables and `sudo` before it, and comments after it, do not count."""
     words = shlex.split(line, comments=True)
-    while words and re.match(r"^[A-Z_]+=", words[0]):
+    while words and (words[0] == "sudo" or re.match(r"^[A-Z_]+=", words[0])):
         words = words[1:]
     if not words:
         return []

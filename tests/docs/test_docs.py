@@ -149,6 +149,9 @@ def test_a_wrong_command_would_be_noticed():
         "experiments/language_model.py has no flag --stepps",
     ]
     assert problems("A=1 make trian  # comment") == ["Makefile has no target trian"]
+    assert problems("sudo .venv/bin/python experiments/benchmarks/exchange.py --hots=2") == [
+        "experiments/benchmarks/exchange.py has no flag --hots"
+    ]
     assert problems("python -m pytest tests/gone") == ["tests/gone does not exist"]
     assert problems("python experiments/image_classification.py --noshuffle") == []
     assert problems("tfpar train image --flagfile=quickstart.flags --noshuffle") == []
