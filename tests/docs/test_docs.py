@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import sys
+import tomllib
 
 import tfpar
 from tests import nursery
@@ -175,8 +176,18 @@ def test_the_pages_of_architecture_name_every_room():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rooms = [path.parent.name for path in (ROOT / "tfpar").glob("*/__init__.py")]
     assert [room for room in rooms if f"`tfpar/{room}/`" not in text] == []
+
+
+def test_the_picture_of_the_rooms_shows_the_contract():
+    """Row by row: the layers that import-linter checks, from the top down."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = options["tool"]["importlinter"]["contracts"][0]
+    layers = [layer.replace("tfpar.", "").split(" | ") for layer in contract["layers"]]
     picture = (ROOT / "docs/images/rooms.svg").read_text(encoding="utf-8")
-    assert [room for room in rooms if f">{room}<" not in picture] == []
+    rows: dict[str, list[str]] = {}
+    for y, name in re.findall(r'y="(\d+)" font-family="monospace"[^>]*>([^<]+)<', picture):
+        rows.setdefault(y, []).append(name)
+    assert list(rows.values()) == layers
 
 
 def test_the_changelog_names_what_is_deprecated():
