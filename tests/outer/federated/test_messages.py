@@ -80,7 +80,7 @@ def not_finite(place: int):
 @pytest.mark.parametrize(
     ("change", "figures", "reason"),
     [
-        (not_finite(0), {}, "the norm of its movement is nan"),
+        (not_finite(0), {}, "the norm of its update is nan"),
         (not_finite(-1), {}, "the norm of its change of state is nan"),
         (lambda arrays: arrays[:-1], {}, "it has 5 arrays, and the model and --update_codec need 6"),
         (lambda arrays: [*arrays, arrays[0]], {}, "it has 7 arrays"),

@@ -12,7 +12,7 @@ from tfpar.config.fields import ConfigBase, option
 
 AVERAGING = ("fedavg", "fedprox", "fedavgm", "fedadam", "fedyogi", "scaffold")
 _PARTITIONS = ("iid", "dirichlet", "by_class", "by_file")
-# The optimizer that applies the mean movement, its learning rate and its momentum: sgd with rate 1 takes the mean of
+# The optimizer that applies the mean update, its learning rate and its momentum: sgd with rate 1 takes the mean of
 # the clients' weights (McMahan et al. 2017); 0.9 is the momentum of Hsu et al. 2019; the rate of Adam and Yogi is near
 # the one that Reddi et al. 2021 found best for most of their tasks (appendix D, 10^-2 to 10^-1).
 _SERVER_OPTIMIZER = {"fedavgm": "sgd", "fedadam": "adam", "fedyogi": "yogi"}
@@ -23,7 +23,7 @@ _SERVER_MOMENTUM = {"adam": 0.9, "yogi": 0.9}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FederatedConfig(ConfigBase):
-    """Clients that train independently on their own examples, and a server that averages their movements."""
+    """Clients that train independently on their own examples, and a server that averages their updates."""
 
     rounds: int = option(
         100,
@@ -55,14 +55,14 @@ class FederatedConfig(ConfigBase):
     averaging: str = option(
         "fedavg",
         "fedavg takes the mean of the clients' weights; fedprox also keeps clients near the server's weights; fedavgm, "
-        "fedadam and fedyogi let an optimizer apply the mean movement; scaffold corrects the drift of clients with "
+        "fedadam and fedyogi let an optimizer apply the mean update; scaffold corrects the drift of clients with "
         "control variates.",
         choices=AVERAGING,
     )
     prox: float = option(0.1, "fedprox: weight of the proximal term (mu).", minimum=0.0)
     server_optimizer: str = option(
         "",
-        "Optimizer that applies the mean movement on the server: any name of --optimizer, or yogi. Empty: that of "
+        "Optimizer that applies the mean update on the server: any name of --optimizer, or yogi. Empty: that of "
         "--averaging.",
     )
     server_learning_rate: float = option(
@@ -79,7 +79,7 @@ class FederatedConfig(ConfigBase):
     )
     server_adaptivity: float = option(
         1e-3,
-        "adam and yogi on the server: tau of Reddi et al. 2021, which limits the enlargement of small movements.",
+        "adam and yogi on the server: tau of Reddi et al. 2021, which limits the enlargement of small updates.",
         minimum=1e-12,
     )
     client_weights: str = option(
@@ -177,7 +177,7 @@ class FederatedConfig(ConfigBase):
 
     @property
     def optimizer_of_server(self) -> str:
-        """Name of the optimizer that applies the mean movement."""
+        """Name of the optimizer that applies the mean update."""
         return self.server_optimizer or _SERVER_OPTIMIZER.get(self.averaging, "sgd")
 
     @property

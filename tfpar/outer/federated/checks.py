@@ -132,14 +132,14 @@ def _check_scaffold(config: ExperimentConfig) -> None:
     clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if arguments.get(name)]
     if optimizer.optimizer != "sgd" or arguments.get("momentum", 0.9) or clips or optimizer.weight_decay:
         raise ConfigError(
-            f"--averaging=scaffold takes a client's movement for the sum of its gradients, so that clients need plain "
+            f"--averaging=scaffold takes a client's update for the sum of its gradients, so that clients need plain "
             f"SGD, not --optimizer={optimizer.optimizer} --optimizer_args={optimizer.optimizer_args!r} "
             f"--weight_decay={optimizer.weight_decay:g}. Give --optimizer=sgd --optimizer_args=momentum=0 "
             "--weight_decay=0."
         )
     if optimizer.clip_norm or federated_of(config).client_clip:
         raise ConfigError(
-            "--averaging=scaffold: with --clip_norm or --client_clip a client's movement is no longer the sum of its "
+            "--averaging=scaffold: with --clip_norm or --client_clip a client's update is no longer the sum of its "
             "gradients. Leave them out."
         )
 

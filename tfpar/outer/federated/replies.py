@@ -67,7 +67,7 @@ def read_reply(content: Any, encoding: UpdateEncoding, state: Sequence[tf.Tensor
         movement = encoding.decode([*map(tf.constant, arrays[:count])])
     except tf.errors.InvalidArgumentError as error:
         raise BadReplyError(f"a payload is not one of --update_codec ({error.message})") from error
-    norm, changes = _norm(movement, "movement"), arrays[count:]
+    norm, changes = _norm(movement, "update"), arrays[count:]
     _norm(changes, "change of state")
     examples, loss = _number(figures, "num-examples"), _number(figures, "loss")
     if not 1 <= examples <= MOST_EXAMPLES or examples != int(examples):
