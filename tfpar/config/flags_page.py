@@ -26,9 +26,11 @@ _HEAD = """\
 
 # Flags
 
-Every script that trains takes these flags, others those that they use, and `tfpar.Trainer` takes them as keyword
-arguments. A script may set other defaults: `--help` shows them. `--flagfile=FILE` reads flags from a file with one flag
-per line. A wrong flag ends the script before anything starts, with one line on standard error and exit code 2.
+Every script that trains takes these flags, others those that they use. `tfpar.Trainer` takes them as keyword arguments,
+except those of the sections federated, incremental and reinforcement, which `FederatedTrainer`, `IncrementalLearner`
+and `ReinforcementTrainer` take. A script may set other defaults: `--help` shows them. `--flagfile=FILE` reads flags
+from a file with one flag per line. A wrong flag ends the script before anything starts, with one line on standard
+error and exit code 2.
 """
 
 
