@@ -31,7 +31,7 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
       argv: The command line; `sys.argv` by default.
       program: How a user calls it; see `flags.run`.
     """
-    absl_flags.DEFINE_integer("hosts", 1, "Workers, each with --devices.", lower_bound=1)
+    absl_flags.DEFINE_integer("hosts", 1, "Number of hosts, each with one worker, which has --devices.", lower_bound=1)
     absl_flags.DEFINE_string("link", "10gbit", "Link between workers: a rate, or rate and latency: 100gbit,20us.")
     absl_flags.DEFINE_string(
         "device_link",
