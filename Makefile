@@ -42,9 +42,11 @@ TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorf
   proofs lint format docs bench clean missing
 
 help:
+	@echo "make setup   install packages into $(VENV) and build the native library, as other targets do where they need it"
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
-	@echo "make test    run all tests"
-	@echo "make lint    style, types, import rules"
+	@echo "make test    run the tests, except those of make proofs"
+	@echo "make native-test   run the native tests alone, without TensorFlow"
+	@echo "make lint    check style, types and import rules; make format formats the code"
 	@echo "make docs    build the documentation and the API reference into site/"
 	@echo "make wheels  build a wheel for each of TensorFlow $(WHEELS_FOR) into dist/; make test-wheels tests two"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
@@ -52,7 +54,7 @@ help:
 	@echo "make gpu-test  the operations and training on an NVIDIA GPU, in a TensorFlow that can use it"
 	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 20 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
-	@echo "make clean   remove what the build made (runs/ stays)"
+	@echo "make clean   remove what was installed and built: $(VENV), build/, dist/, site/ and caches (runs/ stays)"
 
 setup: $(STAMP)
 
