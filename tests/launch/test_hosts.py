@@ -29,11 +29,20 @@ def test_hosts_slots_and_ports(tmp_path):
     content = "# ours\n\nnode-a:5000 slots=2  # two GPUs\nnode-b\n[fd00::1]:7000\nnode-b slots=2\n10.0.0.9\tslots=1\n"
     assert hosts.read(file(tmp_path, content)) == [
         ["node-a:5000", "node-a:5001"],
-        ["node-b:2222"],
+        ["node-b:2222", "node-b:2223", "node-b:2224"],
         ["[fd00::1]:7000"],
-        ["node-b:2223", "node-b:2224"],
         ["10.0.0.9:2222"],
     ]
+
+
+def test_a_host_on_several_lines_has_one_command_and_divides_its_gpus(tmp_path):
+    """As in the files of PBS, which name a host once for each of its workers."""
+    named = hosts.read(file(tmp_path, "node-a\nnode-b\nnode-a\n"))
+    assert named == [["node-a:2222", "node-a:2223"], ["node-b:2222"]]
+    first, second = hosts.commands(named, ["train.py"])
+    assert [f"CUDA_VISIBLE_DEVICES={number} " in first for number in range(3)] == [True, True, False]
+    assert "TF_NUM_INTRAOP_THREADS" in first
+    assert "CUDA_VISIBLE_DEVICES" not in second
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,8 @@ def test_wrong_command_lines(capsys, arguments, message):
 def test_the_printed_commands_run(tmp_path, slots):
     """On this machine, each as a shell of its own: two hosts, or one with two workers."""
     ports = cli.free_ports(1) if slots == 2 else cli.free_ports(2)
-    path = file(tmp_path, "".join(f"127.0.0.1:{port} slots={slots}\n" for port in ports))
+    names = ("127.0.0.1", "localhost")
+    path = file(tmp_path, "".join(f"{name}:{port} slots={slots}\n" for name, port in zip(names, ports, strict=False)))
     (tmp_path / "marker").touch()
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     environ |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -100,20 +110,27 @@ def test_the_printed_commands_run(tmp_path, slots):
     assert output.count("replicas=2 sum=3") == 2
 
 
-@pytest.mark.parametrize("given", [{}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1", "TF_NUM_INTRAOP_THREADS": "9"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"OMP_NUM_THREADS": "60", "OMP_THREAD_LIMIT": "50"},  # which `nproc` follows
+        {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1", "TF_NUM_INTRAOP_THREADS": "9"},
+    ],
+)
 @pytest.mark.parametrize("slots", [1, 3])
 def test_workers_get_huge_pages_and_their_part_of_the_threads(tmp_path, slots, given):
     names = ["GLIBC_TUNABLES", "TF_NUM_INTRAOP_THREADS"]
     script = tmp_path / "shows.py"
     line = f"' '.join(str(os.environ.get(name)) for name in {names})"
     script.write_text(f"import os; os.write(1, ({line} + '\\n').encode())")  # at once: other workers write, too
-    environ = {name: value for name, value in os.environ.items() if name not in [*names, "OMP_NUM_THREADS"]}
+    environ = {name: value for name, value in os.environ.items() if name not in names}
     environ |= given | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     (command,) = hosts.commands([[f"127.0.0.1:{2222 + slot}" for slot in range(slots)]], [str(script)])
     shown = subprocess.run(["sh", "-c", command], env=environ, check=True, capture_output=True, text=True).stdout
     cores = len(os.sched_getaffinity(0))
     threads = -(-cores // slots) if slots > 1 else None
-    expected = " ".join(given.values()) or f"glibc.malloc.hugetlb=1 {threads}"
+    expected = " ".join(given[name] for name in names if name in given) or f"glibc.malloc.hugetlb=1 {threads}"
     assert shown.splitlines() == [expected] * slots
 
 
@@ -140,23 +157,34 @@ def test_a_host_of_several_workers_reports_a_failure(tmp_path):
 )
 def test_a_signal_ends_all_workers_of_a_host(tmp_path, number, end, code, shell):
     """Ctrl-C goes to the whole group, of which a shell without job control has background processes ignore it."""
+    assert _end_of_workers(tmp_path, number, end, shell, workers=2) == code
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_single_worker_of_a_host_may_save_too(tmp_path, number):
+    assert _end_of_workers(tmp_path, number, "sys.exit(85)", "sh", workers=1) == 85
+
+
+def _end_of_workers(tmp_path, number, end, shell, *, workers):
+    """The exit code of a host's command, whose workers take a while to end after SIGTERM."""
     script = tmp_path / "waits.py"
     lines = [
         "import os, signal, sys, time",
         f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), {end}))",
     ]
     script.write_text("\n".join([*lines, "os.write(1, b'up\\n')", "time.sleep(60)"]))
-    (command,) = hosts.commands([["127.0.0.1:2222", "127.0.0.1:2223"]], [str(script)])
+    (command,) = hosts.commands([[f"127.0.0.1:{2222 + slot}" for slot in range(workers)]], [str(script)])
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     started = [shell, "-c", f"trap : HUP INT TERM; {command}"]  # as one in which somebody types, it survives
     # A shell cannot trap what was ignored when it began, as SIGHUP is under nohup.
     heard = functools.partial(signal.signal, number, signal.SIG_DFL)
     running = subprocess.Popen(started, env=environ, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=heard)
     try:
-        assert [running.stdout.readline() for _ in range(2)] == [b"up\n"] * 2
+        assert [running.stdout.readline() for _ in range(workers)] == [b"up\n"] * workers
         os.killpg(running.pid, number)
         assert running.stdout.read() == b""  # once no worker has it open
-        assert running.wait(30) == code
+        return running.wait(30)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)

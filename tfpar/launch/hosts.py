@@ -22,13 +22,14 @@ def read(path: Path) -> list[list[str]]:
     """The addresses of a host file.
 
     Each line is `host[:port] [slots=N]`; `#` begins a comment. A host has N workers, by default one, on consecutive
-    ports from the one given on, by default the first from 2222 that no line above uses.
+    ports from the one given on, by default the first from 2222 that no line above uses. Lines of the same host add up,
+    as in the files of PBS, which name a host once for each of its workers.
 
     Args:
       path: The file.
 
     Returns:
-      For each line, the addresses of its workers, `host:port`.
+      For each host, in the order of their first lines, the addresses of its workers, `host:port`.
 
     Raises:
       ConfigError: The file cannot be read, is empty, or has a line that is none of these.
@@ -37,7 +38,7 @@ def read(path: Path) -> list[list[str]]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hosts={path}: cannot be read ({error}). Name a file with a host per line.") from error
-    hosts: list[list[str]] = []
+    hosts: dict[str, list[str]] = {}
     used: set[tuple[str, int]] = set()
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
@@ -59,18 +60,18 @@ def read(path: Path) -> list[list[str]]:
         if taken:
             raise ConfigError(f"{where}: port {taken[0]} of {host} is used by a line above. Give each its own ports.")
         used |= {(host, port) for port in ports}
-        hosts.append([f"{host}:{port}" for port in ports])
+        hosts.setdefault(host, []).extend(f"{host}:{port}" for port in ports)
     if not hosts:
         raise ConfigError(f"--hosts={path}: no host in it. Write one per line, as in `10.0.0.1:2222 slots=2`.")
-    return hosts
+    return list(hosts.values())
 
 
 def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str]:
     """One shell command per host; it ends when all workers there have, with the exit code of one that failed.
 
     Worker i of a host with several gets GPU i, through CUDA_VISIBLE_DEVICES, and its part of the cores' number as
-    TF_NUM_INTRAOP_THREADS. All get huge pages. Ctrl-C and a closed terminal, and SIGTERM
-    to the processes of the command, ask all of them to end, as SIGTERM does.
+    TF_NUM_INTRAOP_THREADS. All get huge pages. Ctrl-C, a closed terminal, and SIGTERM to the processes of the command
+    ask all of them to end, as SIGTERM does.
 
     Args:
       hosts: From `read`.
@@ -86,25 +87,29 @@ def commands(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> list[str
             gpu = f"CUDA_VISIBLE_DEVICES={slot} " if len(workers) > 1 else ""
             lines.append(f"TF_CONFIG={shlex.quote(config)} {gpu}{program}")
             index += 1
-        if len(lines) == 1:
-            made.append(f"{_HUGE_PAGES} {lines[0]}")
-        else:
-            started = " ".join(f"{line} & w{slot}=$!;" for slot, line in enumerate(lines))
-            all_workers = " ".join(f"$w{slot}" for slot in range(len(lines)))
-            # A shell without job control has background processes ignore Ctrl-C, and passes no signal on. They ignore
-            # SIGHUP as well, which a closed terminal sends to all of them, and which would end them before they have
-            # saved. A signal ends `wait` before the worker has ended, with a code above 128, as a worker's own may be:
-            # then another `wait` has the worker's, or 127 if the shell has told it already.
-            passed_on = f"trap 'kill {all_workers} 2>/dev/null' INT TERM HUP;"
-            once_more = "wait $w; c=$?; [ $c = 127 ] || own=$c;"
-            again = f"gone=; kill -0 $w 2>/dev/null || gone=1; {once_more} [ $gone ] && break;"
-            one_ended = f"wait $w; own=$?; while [ $own -gt 128 ]; do {again} done; [ $own = 0 ] || code=$own;"
-            ended = f"for w in {all_workers}; do {one_ended} done;"
-            # TensorFlow would start a thread for every core in each worker. `nproc` counts those of the host.
-            threads = f"$(( ($(nproc) + {len(lines) - 1}) / {len(lines)} ))"
-            shared = f"export {_HUGE_PAGES} TF_NUM_INTRAOP_THREADS=${{TF_NUM_INTRAOP_THREADS:-{threads}}};"
-            made.append(f"( code=0; trap '' HUP; {shared} {started} {passed_on} {ended} exit $code )")
+        made.append(_command_of_host(lines))
     return made
+
+
+def _command_of_host(lines: Sequence[str]) -> str:
+    """One shell command that runs the commands of the workers of a host at the same time."""
+    started = " ".join(f"{line} & w{slot}=$!;" for slot, line in enumerate(lines))
+    all_workers = " ".join(f"$w{slot}" for slot in range(len(lines)))
+    # A shell without job control has background processes ignore Ctrl-C, and passes no signal on. They ignore SIGHUP as
+    # well, which a closed terminal sends to all of them, and which would end them before they have saved. A signal ends
+    # `wait` before the worker has ended, with a code above 128, as a worker's own may be: then another `wait` has the
+    # worker's, or 127 if the shell has told it already.
+    passed_on = f"trap 'kill {all_workers} 2>/dev/null' INT TERM HUP;"
+    once_more = "wait $w; c=$?; [ $c = 127 ] || own=$c;"
+    again = f"gone=; kill -0 $w 2>/dev/null || gone=1; {once_more} [ $gone ] && break;"
+    one_ended = f"wait $w; own=$?; while [ $own -gt 128 ]; do {again} done; [ $own = 0 ] || code=$own;"
+    ended = f"for w in {all_workers}; do {one_ended} done;"
+    shared = f"export {_HUGE_PAGES}"
+    if len(lines) > 1:  # in each worker TensorFlow would start a thread for every core
+        # `nproc` counts the cores of the host, but follows the variables of OpenMP (GNU coreutils 9.1).
+        threads = f"$(( ($(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) + {len(lines) - 1}) / {len(lines)} ))"
+        shared += f" TF_NUM_INTRAOP_THREADS=${{TF_NUM_INTRAOP_THREADS:-{threads}}}"
+    return f"( code=0; trap '' HUP; {shared}; {started} {passed_on} {ended} exit $code )"
 
 
 def text(hosts: Sequence[Sequence[str]], command: Sequence[str]) -> str:
