@@ -77,7 +77,8 @@ def test_unrelated_failures_leave_nobody_out() -> None:
     workers = four()
     for worker, ran, alone in ((1, 5.0, True), (1, gpu_slots.TRUSTED_S, True), (2, 5.0, True), (1, 5.0, True)):
         assert workers.failed(worker, ran, alone=alone) == ""
-    assert workers.failed(1, 5.0, alone=False) == ""
+    for worker, alone in ((3, False), (1, True), (3, False), (1, True)):  # never twice in a row
+        assert workers.failed(worker, 5.0, alone=alone) == ""
     assert workers.workers == 4
 
 

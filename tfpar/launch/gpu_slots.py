@@ -58,7 +58,7 @@ class Slots:
         Returns:
           A message if a slot is left out; otherwise empty.
         """
-        if ran >= TRUSTED_S:
+        if ran >= TRUSTED_S or not alone:
             self._suspect = None
         if not alone:
             return ""
