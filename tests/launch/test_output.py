@@ -93,6 +93,13 @@ def test_live_progress_survives_on_a_terminal(actors: Actors) -> None:
     assert b"\x1b[36m[worker 0]\x1b[0m " in seen.data
 
 
+def test_the_live_line_is_cut_by_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.BytesIO()
+    Terminal(stream, is_tty=True, colours=False).live("worker 0", ("µ" * 50).encode() + b"\xff")
+    assert stream.getvalue().decode() == "\r\x1b[K[worker 0] " + "µ" * 28
+
+
 def test_live_progress_elsewhere_is_its_last_state(actors: Actors) -> None:
     result = actors.run("--workers=1", "worker0=progress:5")
     assert lines_of(result.stdout, "worker 0") == ["trained\x1b[K"]

@@ -71,7 +71,8 @@ class Terminal:
             return
         label, text = self._live
         if not _ESCAPE.search(text):  # a wrapped line could not be overwritten; cut where that is safe to do
-            text = text[: max(1, shutil.get_terminal_size().columns - len(label) - 4)]
+            room = max(1, shutil.get_terminal_size().columns - len(label) - 4)
+            text = text.decode(errors="surrogateescape")[:room].encode(errors="surrogateescape")
         self._clear()
         self._write(b"\r\x1b[K" + self._prefix(label) + text)
         self._painted = True
