@@ -42,6 +42,27 @@ def test_log_dir_keeps_each_process_apart(actors: Actors) -> None:
     )
     assert actors.run(f"--workers=2 --log_dir={logs}", "all=say:again").returncode == 0
     assert (logs / "worker_1.log").read_text() == "again\n"  # a new run starts new logs
+    (logs / "worker_1.log.gz").touch()
+    assert actors.run(f"--workers=1 --log_dir={logs}", "all=say:alone").returncode == 0
+    assert sorted(path.name for path in logs.iterdir()) == ["worker_0.log", "worker_1.log.gz"]
+
+
+def test_log_files_that_somebody_removes_begin_again(actors: Actors) -> None:
+    logs, script = actors.folder / "logs", actors.folder / "removes.py"
+    script.write_text(f"import shutil, sys; print('hello', flush=True); shutil.rmtree({str(logs)!r}); sys.exit(3)")
+    result = actors.run(f"--workers=1 --log_dir={logs} --max_restarts=1 --restart_delay=0", script=[str(script)])
+    assert result.returncode == 3
+    assert "worker 0 failed with exit code 3 after 1 restart" in result.stdout.splitlines()[-1]
+
+
+def test_a_log_file_that_cannot_be_written_is_one_line(actors: Actors) -> None:
+    taken = actors.folder / "logs" / "worker_0.log"
+    taken.mkdir(parents=True)
+    result = actors.run(f"--workers=1 --log_dir={taken.parent}", "all=say:hello")
+    assert result.returncode == 2
+    assert result.stdout == (
+        f"error: --log_dir={taken.parent}: {taken} cannot be written (Is a directory). Name a writable directory.\n"
+    )
 
 
 class Tty:

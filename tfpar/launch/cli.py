@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tfpar.cluster.info import ClusterInfo, tf_config_json
 from tfpar.config import ConfigError
-from tfpar.launch import hosts
+from tfpar.launch import hosts, log_files
 from tfpar.launch.console import Terminal
 from tfpar.launch.gpu_slots import NO_GPU, Slots, visible_gpus
 from tfpar.launch.guard import Guard
@@ -120,7 +120,7 @@ class LaunchOptions:
 
     def log(self, label: str) -> Path | None:
         """The log file of a process."""
-        return self.log_dir / f"{label.replace(' ', '_')}.log" if self.log_dir else None
+        return log_files.path_of(self.log_dir, label) if self.log_dir else None
 
 
 def run(options: LaunchOptions) -> int:
@@ -135,10 +135,7 @@ def run(options: LaunchOptions) -> int:
     is_tty = sys.stdout.isatty()
     terminal = Terminal(sys.stdout.buffer, is_tty=is_tty, colours=is_tty and "NO_COLOR" not in os.environ)
     if options.log_dir:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-        for job, count in options.jobs.items():
-            for index in range(count):
-                (options.log_dir / f"{job}_{index}.log").unlink(missing_ok=True)
+        log_files.begin(options.log_dir)
     with Interrupts() as interrupts, contextlib.closing(Guard()) as guard:
         code = _run_with_restarts(
             options, lambda: Supervisor(terminal, interrupts, guard), interrupts, lambda text: _say(terminal, text)

@@ -23,6 +23,7 @@ import tty
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from tfpar.launch import log_files
 from tfpar.launch.console import Channel, Terminal
 from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
@@ -118,7 +119,12 @@ class Supervisor:
         self._selector.register(interrupts.wakeup, selectors.EVENT_READ)
 
     def start(self, command: Command) -> None:
-        """Starts a process. Its standard error goes the way of its output, in the order written."""
+        """Starts a process. Its standard error goes the way of its output, in the order written.
+
+        Raises:
+          ConfigError: Its log cannot be opened.
+        """
+        log = log_files.opened(command.log) if command.log else None
         if command.live and self._terminal.is_tty:
             # The process sees a terminal, narrower by the prefix, and so shows its progress line.
             output, stdout = os.openpty()
@@ -141,7 +147,6 @@ class Supervisor:
             raise
         finally:
             os.close(stdout)
-        log = open(command.log, "ab") if command.log else None  # noqa: SIM115 - the channel closes it
         process = Process(command, popen, output, Channel(self._terminal, command.label, log, live=command.live))
         self.processes.append(process)
         self._selector.register(output, selectors.EVENT_READ, process)
