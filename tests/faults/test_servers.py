@@ -1,8 +1,9 @@
-"""Parameter servers and their workers, lost in a run that no launcher looks after."""
+"""Parameter servers and their workers: lost in a run that no launcher looks after, and ended by a launcher."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import time
 
 from tests import nursery
 from tfpar.launch import free_ports
-from tfpar.process.exit_codes import PEER_LOST
+from tfpar.process.exit_codes import PEER_LOST, PREEMPTED
 
 import pytest
 
@@ -89,3 +90,25 @@ def test_who_does_not_come_is_named(tasks, job, absent):
     names = ", ".join(f"{name} 0 ({tasks.cluster[name][0]})" for name in absent)
     assert f"error: {names} did not join within 3 s (--start_timeout)" in tasks.said(job)
     assert "Traceback" not in tasks.said(job)
+
+
+def test_sigterm_to_the_launcher_loses_no_step(tmp_path):
+    command = [sys.executable, "-m", "tfpar.launch", "--workers=1", "--ps=1", "--grace_period=120", "--"]
+    command += ["experiments/image_classification.py", *FLAGS, "--steps=10000000", f"--workdir={tmp_path}/run"]
+    command += ["--checkpoint_every=1000000", "--eval_every=1000000"]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launcher = nursery.Popen(command, cwd=ROOT, env=environ, **output)
+    try:
+        printed = iter(launcher.stdout.readline, "")
+        said = list(itertools.takewhile(lambda line: "[chief 0] step " not in line, printed))
+        launcher.terminate()
+        said += printed
+        assert launcher.wait(timeout=300) == PREEMPTED, "".join(said)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    (stopped,) = (line for line in said if "asked to end (SIGTERM): stopped after step" in line)
+    step = stopped.partition("stopped after step ")[2].split()[0]
+    assert f"the newest checkpoint is of step {step};" in stopped
+    assert [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [int(step)]

@@ -72,6 +72,33 @@ def test_signals_are_passed_on(actors: Actors, number: signal.Signals) -> None:
     assert actors.alive() == []
 
 
+def test_a_closed_terminal_leaves_time_to_save(actors: Actors) -> None:
+    """The shell and the system may each send a SIGHUP, which is no second interrupt."""
+    launcher = actors.start("--workers=1 --grace_period=60", "worker0=save_when_told:85,touch:up,sleep:900")
+    actors.wait_for_files("up")
+    for _ in range(2):
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+    output, _ = launcher.communicate(timeout=300)
+    assert launcher.returncode == 85, output
+    assert "ended by SIGHUP; all processes were asked to end and did so (exit code 85)" in output
+
+
+def test_the_chief_saves_before_its_servers_are_ended(actors: Actors) -> None:
+    launcher = actors.start(
+        "--workers=1 --ps=1 --grace_period=60",
+        "chief=save_when_told:85,touch:chief,sleep:900",
+        "worker=touch:worker,sleep:900",
+        "ps=touch:ps,sleep:900",
+    )
+    actors.wait_for_files("chief", "worker", "ps")
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=300)
+    assert lines_of(output, "chief 0") == ["saved beside ps0 worker0"]
+    assert launcher.returncode == 85, output
+    assert actors.alive() == []
+
+
 def test_a_second_interrupt_kills_at_once(actors: Actors) -> None:
     launcher = actors.start("--workers=2 --grace_period=60", "all=ignore:SIGINT,say:up,spawn:900,sleep:900")
     actors.wait_for(4)

@@ -32,12 +32,18 @@ def test_restart_on_fresh_ports(actors: Actors) -> None:
     assert notes[2].endswith("after 2 restarts")
 
 
-@pytest.mark.parametrize("code", [exit_codes.USAGE_ERROR, exit_codes.BAD_NUMBERS])
+@pytest.mark.parametrize("code", [exit_codes.USAGE_ERROR, exit_codes.BAD_NUMBERS, exit_codes.INTERRUPTED])
 def test_final_exit_codes_are_not_retried(actors: Actors, code: int) -> None:
     result = actors.run("--workers=2 --max_restarts=3 --min_workers=1", f"all=exit:{code}")
     assert result.returncode == code
     (said,) = result.stdout.splitlines()
     assert re.fullmatch(rf"\[launch\] worker \d failed with exit code {code}", said)
+
+
+def test_a_worker_that_ctrl_c_has_ended_is_not_started_again(actors: Actors) -> None:
+    result = actors.run("--workers=1 --max_restarts=3", "worker0=kill:SIGINT")
+    assert result.returncode == exit_codes.INTERRUPTED
+    assert lines_of(result.stdout, "launch") == ["worker 0 was killed by SIGINT (exit code 130)"]
 
 
 def test_delays_double_until_a_start_has_lasted() -> None:

@@ -29,14 +29,16 @@ from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
 from tfpar.launch.parser import Parser, check_numbers, script_problem
 from tfpar.launch.supervisor import Command, Process, Supervisor
+from tfpar.process import exit_codes
 from tfpar.process.cores import cores, listed, share_out
-from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, SHARED_GPUS, USAGE_ERROR
 from tfpar.process.heap import huge_pages
 from tfpar.process.writable import unwritable
 
+_CHIEF = "chief 0"
 _DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
 _BIND_RETRIES = 3
-_COLLECTIVE_EXITS = (PEER_LOST, PREEMPTED)  # a worker that exits like this is followed by all others
+_NOT_RETRIED = (*exit_codes.NOT_RETRYABLE, exit_codes.INTERRUPTED)
+_COLLECTIVE_EXITS = (exit_codes.PEER_LOST, exit_codes.PREEMPTED)  # all other workers follow one that exits like this
 _SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
 _SAME_FAILURE_WAIT_S = 1.5  # for workers that fail the same way: then no single one is to blame
 _STABLE_RUN_S = 60.0  # a run of this length did not fail at its start
@@ -54,13 +56,15 @@ over when the chief has ended. Without --ps it is over when all workers have end
 
 Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
 environment; training resumes from the newest checkpoint. Each further failure within a minute doubles the delay, up
-to a minute. Exit codes 2, a usage error, and 65, bad numbers, are never retried. With --min_workers=M, which needs
---max_restarts=2 or more, a worker that alone is the first to fail twice in a row, the second time within ten minutes,
-is left out with its GPUs, as long as M others are left; a global batch that then does not divide is shared out
-unevenly.
+to a minute. Exit codes 2, a usage error, 65, bad numbers, and 130, Ctrl-C, are never retried. With --min_workers=M,
+which needs --max_restarts=2 or more, a worker that alone is the first to fail twice in a row, the second time within
+ten minutes, is left out with its GPUs, as long as M others are left; a global batch that then does not divide is shared
+out unevenly.
 
 Preemption: SIGTERM to the launcher or to any worker makes all save a checkpoint and end; exit code 85. Allow for it
-with --grace_period, and start again later. Exit code 75: a worker was lost, and --max_restarts is used up.
+with --grace_period, and start again later. With --ps, send it to the launcher or to the chief: a worker or parameter
+server that receives it ends at once, which is a failure. Exit code 75: a worker was lost, and --max_restarts is used
+up.
 
 Set for every process: TF_CONFIG; TFPAR_RESTARTS; TFPAR_LEFT_OUT, the number of workers left out;
 TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. Each worker has cores of its own, which
@@ -69,7 +73,8 @@ over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than w
 --share_gpus several workers use a GPU then, with TFPAR_SHARED_GPUS=1 and TF_FORCE_GPU_ALLOW_GROWTH=true, and their
 data travels through the host, as NCCL takes each GPU once.
 
-No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once.
+No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once. A
+closed terminal (SIGHUP) counts as SIGTERM, except under nohup.
 
 examples:
   python -m tfpar.launch --workers=2 -- experiments/image_classification.py --steps=100 --workdir=runs/a
@@ -163,7 +168,7 @@ def _run_with_restarts(
         )
     while True:
         options = dataclasses.replace(options, workers=slots.workers)
-        environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), LEFT_OUT: str(slots.left_out)}
+        environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), exit_codes.LEFT_OUT: str(slots.left_out)}
         began = time.monotonic()
         supervisor = new_supervisor()
         failed = _run_once(options, supervisor, commands(options, environ, slots.gpus), interrupts, say)
@@ -173,7 +178,7 @@ def _run_with_restarts(
                 bind_failures += 1
                 say(f"{failed.label} lost its port to another program; starting again on other ports")
                 continue
-            if restarts < options.max_restarts and failed.code not in NOT_RETRYABLE:
+            if restarts < options.max_restarts and failed.exit_code not in _NOT_RETRIED:
                 restarts += 1
                 ran = time.monotonic() - began
                 say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
@@ -185,7 +190,7 @@ def _run_with_restarts(
                 if not interrupts.received:
                     continue
         if interrupts.received:
-            return _interrupted(interrupts.received[0], supervisor, say)
+            return _interrupted(options, interrupts, supervisor, say)
         if failed:
             where = f"; log: {failed.command.log}" if failed.command.log else ""
             say(f"{failed.label} {failed.how_it_ended()}{again}{where}")
@@ -213,13 +218,18 @@ class Delays:
         return delay
 
 
-def _interrupted(number: int, supervisor: Supervisor, say: Callable[[str], None]) -> int:
+def _interrupted(
+    options: LaunchOptions, interrupts: Interrupts, supervisor: Supervisor, say: Callable[[str], None]
+) -> int:
+    number = interrupts.received[0]
     name = signal.Signals(number).name
-    codes = {process.code for process in supervisor.processes}
+    # With parameter servers the chief alone saves; the others serve until they are ended.
+    codes = {process.code for process in supervisor.processes if process.label == _CHIEF or not options.ps}
     # Besides those that said so: one that lost a peer which ended sooner, or was not far enough to handle the signal.
-    if number == signal.SIGTERM and PREEMPTED in codes and codes <= {PREEMPTED, PEER_LOST, -signal.SIGTERM}:
-        say(f"ended by {name}; all processes were asked to end and did so (exit code {PREEMPTED})")
-        return PREEMPTED
+    allowed, preempted = {*_COLLECTIVE_EXITS, -signal.SIGTERM}, exit_codes.PREEMPTED
+    if interrupts.to_pass_on == signal.SIGTERM and preempted in codes and codes <= allowed:
+        say(f"ended by {name}; all processes were asked to end and did so (exit code {preempted})")
+        return preempted
     say(f"ended by {name}; all processes have ended")
     return 128 + number
 
@@ -240,7 +250,7 @@ def _run_once(
         for command in members:
             supervisor.start(command)
         if options.ps:
-            supervisor.wait(["chief 0"])
+            supervisor.wait([_CHIEF])
             supervisor.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
         else:
             supervisor.wait(everyone)
@@ -250,8 +260,10 @@ def _run_once(
     finally:
         for label in supervisor.end_stopped():
             say(f"{label} was stopped (SIGSTOP) and did not answer: killed")
-        supervisor.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
-    return supervisor.first_failure(consequences=(PEER_LOST,), final=NOT_RETRYABLE)
+        # The chief needs the others to end its last steps and to save.
+        first = [_CHIEF] if options.ps and not supervisor.failed else []
+        supervisor.stop(interrupts.to_pass_on, options.grace_period, first=first)
+    return supervisor.first_failure(consequences=(exit_codes.PEER_LOST,), final=_NOT_RETRIED)
 
 
 def _lost_port(failed: Process) -> bool:
@@ -282,7 +294,7 @@ def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[
             if gpus:
                 own["CUDA_VISIBLE_DEVICES"] = gpus[index] if job == "worker" else NO_GPU
             if len(set(gpus)) < len(gpus) and gpus[0] != NO_GPU:
-                own[SHARED_GPUS] = "1"
+                own[exit_codes.SHARED_GPUS] = "1"
                 own.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # by default a process takes all memory of a GPU
             arguments = [sys.executable, "-u", *options.command]
             made.append(
@@ -380,5 +392,5 @@ def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
         print(hosts.text(hosts.read(options.hosts), options.command))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return exit_codes.USAGE_ERROR
     return 0

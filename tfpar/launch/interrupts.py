@@ -10,7 +10,11 @@ import time
 
 
 class Interrupts:
-    """Signals as data: `received` fills up, and a byte on `wakeup` ends the wait of a selector."""
+    """Signals as data: `received` fills up, and a byte on `wakeup` ends the wait of a selector.
+
+    SIGHUP counts only if it is the first: a closed terminal may send several, of which none means that a user wants the
+    processes killed at once.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -33,8 +37,16 @@ class Interrupts:
         self.wakeup.close()
         self._write_end.close()
 
+    @property
+    def to_pass_on(self) -> int:
+        """The signal with which to end the processes: the first one; SIGTERM for SIGHUP, which would end them without
+        saving, and if there is none."""
+        first = self.received[0] if self.received else signal.SIGTERM
+        return signal.SIGTERM if first == signal.SIGHUP else first
+
     def _note(self, number: int, _: object) -> None:
-        self.received.append(number)
+        if number != signal.SIGHUP or not self.received:
+            self.received.append(number)
 
     def drain(self) -> None:
         """Empties the wake-up socket."""

@@ -213,18 +213,20 @@ class Supervisor:
         others = [process for process in self.processes if process is not failed and process.code == failed.code]
         return [process.label for process in others if process in self._failures or failed.exit_code < 128]
 
-    def stop(self, number: int, grace_period: float) -> None:
+    def stop(self, number: int, grace_period: float, *, first: Sequence[str] = ()) -> None:
         """Ends what still runs: the signal, then SIGKILL. A further signal to the launcher cuts the wait short.
 
         Args:
           number: The signal to ask with.
           grace_period: Seconds to wait for it.
+          first: Labels of processes that need the others to end well: the others are asked once these have ended.
         """
         self._stopping = True
-        signals = len(self._interrupts.received)
-        self._signal(number)
-        self._pump(lambda: self._ended() or len(self._interrupts.received) > signals, grace_period)
-        self._signal(signal.SIGKILL)
+        signals, deadline = len(self._interrupts.received), time.monotonic() + grace_period
+        for asked in [process for process in self.processes if process.label in first], self.processes:
+            self._signal(number, asked)
+            self._pump(functools.partial(self._stop_waiting, asked, signals), deadline - time.monotonic())
+        self._signal(signal.SIGKILL, self.processes)
         self._pump(self._ended, _KILL_WAIT_S)
         self._pump(lambda: all(process.output < 0 for process in self.processes), _PIPE_WAIT_S)
         for process in self.processes:
@@ -232,11 +234,14 @@ class Supervisor:
                 self._close(process)
         self._selector.close()
 
-    def _ended(self) -> bool:
-        return all(process.code is not None for process in self.processes)
+    def _stop_waiting(self, asked: Sequence[Process], signals: int) -> bool:
+        return self._ended(asked) or len(self._interrupts.received) > signals
 
-    def _signal(self, number: int) -> None:
-        for process in self.processes:
+    def _ended(self, processes: Sequence[Process] | None = None) -> bool:
+        return all(process.code is not None for process in (self.processes if processes is None else processes))
+
+    def _signal(self, number: int, processes: Sequence[Process]) -> None:
+        for process in processes:
             if process.code is None:
                 _signal_group(process, number)
 

@@ -64,6 +64,19 @@ def exit_when_told(code: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(code)))
 
 
+def save_when_told(code: str) -> None:
+    """Takes a while to save when SIGTERM comes, says which of the others run then, and exits with this code."""
+
+    def save(*_: object) -> None:
+        time.sleep(0.5)
+        pids = {path.name.split(".")[1]: int(path.name.split(".")[0]) for path in FOLDER.glob("*.pid")}
+        running = sorted(task for task, pid in pids.items() if pid != os.getpid() and Path(f"/proc/{pid}").exists())
+        print(f"saved beside {' '.join(running)}", flush=True)
+        sys.exit(int(code))
+
+    signal.signal(signal.SIGTERM, save)
+
+
 def ignore(number: str) -> None:
     signal.signal(getattr(signal, number), signal.SIG_IGN)
 
@@ -108,6 +121,7 @@ ACTIONS = {
     "progress": progress,
     "catch": catch,
     "exit_when_told": exit_when_told,
+    "save_when_told": save_when_told,
     "ignore": ignore,
     "spawn": spawn,
     "kill": kill,
