@@ -9,12 +9,17 @@ import pty
 import re
 import threading
 
+from tfpar.cluster.info import ClusterInfo
 from tfpar.config import ExperimentConfig
-from tfpar.monitor import tags
+from tfpar.models import PeakFlops
+from tfpar.monitor import announce, tags
+from tfpar.monitor.live_line import LiveLine
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import displayable
+from tfpar.parallel.topology import Topology
 from tfpar.process.activity import format_seconds
+from tfpar.process.cores import cores_of_host
 
 import numpy as np
 import pytest
@@ -408,6 +413,27 @@ def test_steps_that_are_faster_than_a_measured_peak_raise_it(tmp_path):
             monitor.on_steps(end, np.zeros(10), _durations(10, seconds), {})
     assert [value for _, value in _points(_events(tmp_path, "train"), "time/mfu")] == pytest.approx([1.0, 1.0, 0.5])
     assert monitor.statistics()["mfu"] == pytest.approx(20 / 30)
+
+
+def test_the_peak_of_a_replica_is_that_of_all_its_devices(monkeypatch):
+    def peak(topology, threads):
+        monkeypatch.setattr(announce.models, "peak_flops", lambda precision: PeakFlops(1e12, "of one device", threads))
+        return announce.peak_flops_of_replica(topology, "float32")
+
+    cores = cores_of_host()
+    within = Topology(name="mirrored", local_replicas=2, pipeline_devices=3, model_devices=2)
+    assert peak(within, threads=0) == 6e12
+    assert peak(within, threads=cores) == 5e11  # both replicas use the same cores
+    addresses = {"worker": ("10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1", "10.0.0.4:1")}
+    over = Topology(
+        name="multi_worker",
+        workers=4,
+        replica_workers=2,
+        model_devices=2,
+        cluster=ClusterInfo("TF_CONFIG", addresses, "worker", 0),
+    )
+    assert over.replicas == 2
+    assert [peak(over, threads=threads) for threads in (0, cores)] == [2e12, 2e12]
 
 
 # --- profiler --------------------------------------------------------------------------------------------------------

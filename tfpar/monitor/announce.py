@@ -16,6 +16,7 @@ from tfpar.monitor import samples
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
 from tfpar.parallel.split import whole_elements
+from tfpar.parallel.topology import Topology
 
 
 def build_monitor(info: RunInfo) -> Monitor:
@@ -32,7 +33,7 @@ def build_monitor(info: RunInfo) -> Monitor:
         config=info.config,
         total_steps=info.total,
         flops_per_example=cost.training_flops_per_example if cost else None,
-        peak_flops=_peak_flops_per_replica(info) if cost and is_chief else None,
+        peak_flops=peak_flops_of_replica(info.topology, info.config.precision.precision) if cost and is_chief else None,
         replicas=info.topology.replicas,
         worker=max(info.topology.worker, 0),
         workers=info.topology.workers,
@@ -41,16 +42,24 @@ def build_monitor(info: RunInfo) -> Monitor:
     )
 
 
-def _peak_flops_per_replica(info: RunInfo) -> float:
+def peak_flops_of_replica(topology: Topology, precision: str) -> float:
+    """Operations per second that one replica could do at best.
+
+    Args:
+      topology: The workers, replicas and devices of the run.
+      precision: See `models.peak_flops`.
+    """
     # Logical devices share the cores of their host, with each other and with all workers that run on it.
-    topology = info.topology
     replicas = topology.local_replicas
     if topology.cluster is not None:
         workers = [task for job, tasks in topology.cluster.cluster.items() if job == "worker" for task in tasks]
         workers += topology.cluster.cluster.get("chief", ()) if topology.synchronous else ()
         host = topology.cluster.address.rpartition(":")[0]
         replicas *= max(1, sum(task.rpartition(":")[0] == host for task in workers))
-    return models.peak_flops(info.config.precision.precision).of_replica(replicas)
+    peak = models.peak_flops(precision)
+    # A replica may span several devices. Those of a worker have its threads between them, if they are no accelerators.
+    parts = topology.replica_workers if peak.threads else topology.mesh.devices_of_replica
+    return parts * peak.of_replica(replicas)
 
 
 def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
