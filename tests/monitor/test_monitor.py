@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pathlib
@@ -339,6 +340,27 @@ def test_runs_in_the_same_directory_one_after_the_other_are_rows_of_their_own(tm
         f"quickstart-{number}/eval" for number in range(3)
     ]
     assert all(group.name.endswith(" global_batch_size=32 seed=4") for group in groups)
+
+
+def test_a_restarted_run_shows_its_own_options_and_how_it_ends(tmp_path):
+    """Of what the tab HPARAMS shows, TensorBoard keeps the first that it finds in a directory."""
+
+    def start(step, rate, error=None):
+        monitor = _monitor(tmp_path, config=_config(learning_rate=rate))
+        monitor.begin(step)
+        with contextlib.suppress(KeyboardInterrupt, RuntimeError), monitor.session():
+            monitor.on_evaluation(step + 10, {"loss": rate})
+            if error:
+                raise error
+            monitor.finish({"steps": 100})
+        (group,) = _session_groups(tmp_path)
+        (session,) = group.sessions
+        return group.name.split("learning_rate=")[1], session.status
+
+    assert start(0, 1.0, KeyboardInterrupt()) == ("1.0", api_pb2.STATUS_FAILURE)
+    assert start(0, 0.5, RuntimeError()) == ("0.5", api_pb2.STATUS_FAILURE)
+    assert start(10, 0.5) == ("0.5", api_pb2.STATUS_SUCCESS)
+    assert start(100, 0.5, RuntimeError()) == ("0.5", api_pb2.STATUS_FAILURE)
 
 
 def test_a_failed_run_is_shown_as_failed(tmp_path):

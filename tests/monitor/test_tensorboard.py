@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import resource
 
 from tests.checkpoint import small_disk
 from tfpar.monitor import tensorboard
 
 import numpy as np
+import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
@@ -86,6 +88,31 @@ def test_readers_leave_out_the_points_that_a_resumed_run_makes_again(tmp_path):
     start(0, 2)  # a run that begins again: nothing of the old one is its own
     assert shown(tmp_path, "train") == [1, 2]
     assert shown(tmp_path, "eval") == [2]
+
+
+def test_a_start_that_cannot_be_written_voids_the_points_later(tmp_path, monkeypatch):
+    def written(after: int, *steps: int) -> tensorboard.EventFiles:
+        events = tensorboard.EventFiles(str(tmp_path / "run"), {})
+        events.begin(after)
+        for step in steps:
+            events.scalars("train", step, {"loss": 1.0})
+        events.flush()
+        return events
+
+    written(0, 1, 2, 3).close()
+    tf.summary.create_file_writer(str(tmp_path / "empty")).close()
+    (empty,) = (tmp_path / "empty").iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (empty.stat().st_size, hard))  # room for a file, and for no event in it
+    try:
+        events = written(1, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert events.failures == ["TensorBoard events: File too large"]
+    monkeypatch.setattr(events, "_retry_at", 0.0)
+    events.scalars("train", 3, {"loss": 1.0})
+    events.close()
+    assert shown(tmp_path / "run", "train") == [1, 3]
 
 
 def test_files_that_no_start_has_begun_void_nothing(tmp_path):

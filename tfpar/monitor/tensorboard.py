@@ -2,7 +2,8 @@
 
 `<workdir>/train` and `<workdir>/eval` are two runs with the same tags, so that TensorBoard draws them in one chart. The
 hyperparameters are written to `eval`: the HPARAMS tab then lists the evaluation's results as the session's metrics, and
-works out columns and ranges over all runs under its log directory.
+works out columns and ranges over all runs under its log directory. They are in a file of their own, with how the start
+ended: of these TensorBoard takes the first record that it finds in a directory, whichever start has written it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 _SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="")
 # Directory in a run's directory to which earlier versions wrote; a run that began there continues there.
 _EARLIER_DIRECTORY = "tensorboard"
+# TensorBoard reads the files of a directory in the order of their names. Those of tf.summary have a time in this place.
+_SESSION_FILE = "events.out.tfevents.0.session"
 # TensorFlow's own is two minutes, too long for one who watches.
 _FLUSH_MILLISECONDS = 5000
 _RETRY_SECONDS = 60.0
@@ -66,6 +69,7 @@ class EventFiles:
         self._options = dict(options)
         self._workers = workers
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
+        self._session: tf.io.TFRecordWriter | None = None
         self._described: set[tuple[str, str]] = set()
 
     def begin(self, step: int, trial: str = "") -> None:
@@ -131,9 +135,9 @@ class EventFiles:
         self._write(run, lambda: tf.summary.image(tag, shown, step=step, max_outputs=MAX_IMAGES, description=text))
 
     def end_session(self, *, success: bool) -> None:
-        """Tells the HPARAMS tab how the run ended."""
+        """Tells the HPARAMS tab how this start ended."""
         status = api_pb2.STATUS_SUCCESS if success else api_pb2.STATUS_FAILURE
-        self._raw("eval", session_end_pb(status), 0)
+        self._write("eval", lambda: self._record_session(session_end_pb(status)))
 
     def flush(self) -> None:
         """Makes everything written so far visible to TensorBoard."""
@@ -143,8 +147,7 @@ class EventFiles:
 
     def close(self) -> None:
         """Flushes and closes the files; a later write opens new ones."""
-        writers, self._writers = list(self._writers.values()), {}
-        for writer in writers:
+        for writer in self._taken_writers():
             with self._reported():
                 writer.close()
 
@@ -168,11 +171,16 @@ class EventFiles:
                 reason = str(error) if isinstance(error, OSError) else error.message.splitlines()[0].split("; ")[-1]
                 self.failures.append(f"TensorBoard events: {reason}")
                 _log.warning("TensorBoard events cannot be written (%s); training continues without them", reason)
-            broken, self._writers = self._writers, {}
             self._described.clear()
-            for writer in broken.values():  # a writer that failed stays broken (TensorFlow 2.21)
+            for writer in self._taken_writers():  # a writer that failed stays broken (TensorFlow 2.21)
                 with contextlib.suppress(OSError, tf.errors.OpError):
                     writer.close()
+
+    def _taken_writers(self) -> list[tf.summary.SummaryWriter | tf.io.TFRecordWriter]:
+        """All writers, to be closed; a later write opens new ones."""
+        taken = [*self._writers.values(), *([self._session] if self._session else [])]
+        self._writers, self._session = {}, None
+        return taken
 
     def _writer(self, run: str) -> tf.summary.SummaryWriter:
         if not self._writers:
@@ -182,14 +190,32 @@ class EventFiles:
             if self._begins_after is not None:
                 for writer in self._writers.values():
                     _write_start(writer, self._begins_after)
+                    writer.flush()  # what cannot be written is tried again, in other files
                 self._begins_after = None  # files that are opened again continue this start
+            self._begin_session()
             with self._writers["train"].as_default():
                 tf.summary.text("configuration", escaped(options_record.markdown(self._options)), step=0)
                 tf.summary.text("what_charts_show", tags.table(), step=0)
                 tf.summary.experimental.write_raw_pb(tags.layout(self._workers).SerializeToString(), step=0)
-            with self._writers["eval"].as_default():
-                hparams_api.hparams(options_record.hparams(self._options), trial_id=self.trial)
         return self._writers[run]
+
+    def _begin_session(self) -> None:
+        """Writes the hyperparameters in place of those of an earlier start, and of how that one ended."""
+        directory = os.fsencode(os.path.join(self.directory, "eval"))
+        os.makedirs(directory, exist_ok=True)
+        path = os.path.join(directory, os.fsencode(_SESSION_FILE))
+        with contextlib.suppress(FileNotFoundError):  # another file: a TensorBoard that runs has the old one open
+            os.unlink(path)
+        self._session = tf.io.TFRecordWriter(path)
+        self._session.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        self._record_session(hparams_api.hparams_pb(options_record.hparams(self._options), trial_id=self.trial))
+
+    def _record_session(self, summary: Summary) -> None:
+        assert self._session is not None
+        event = Event(wall_time=time.time())
+        event.summary.ParseFromString(summary.SerializeToString())  # TensorBoard has two classes of this message
+        self._session.write(event.SerializeToString())
+        self._session.flush()
 
 
 def _write_start(writer: tf.summary.SummaryWriter, step: int) -> None:
