@@ -95,6 +95,51 @@ def test_a_resumed_run_continues_its_table_where_its_checkpoint_is(tmp_path):
     assert rows(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "saved",
+    [
+        lambda text: text.replace(",", ";").encode("utf-8-sig"),
+        lambda text: text.replace(",", "\t").encode("utf-16"),
+        lambda text: text.replace("loss", "\x00" * 200_000).encode(),
+    ],
+    ids=["semicolons", "utf-16", "damaged"],
+)
+def test_a_table_that_a_spreadsheet_has_saved_otherwise_is_moved_aside(tmp_path, messages, saved):
+    for number in (1, 2):
+        table = MetricsTable(tmp_path)
+        table.append("train", 1, {"loss": 1.0})
+        path = tmp_path / "metrics.csv"
+        content = saved(path.read_text())
+        path.write_bytes(content)
+        table = MetricsTable(tmp_path)
+        table.begin(1)
+        table.append("train", 2, {"loss": 0.5})
+        assert table.failures == []
+        assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [("2", "0.5")]
+        assert (tmp_path / f"metrics.csv.{number}").read_bytes() == content
+        assert f"moved to metrics.csv.{number}, and a new table begins" in messages[-1]
+        path.unlink()
+
+
+def test_a_table_that_a_spreadsheet_has_saved_goes_on(tmp_path):
+    MetricsTable(tmp_path).append("train", 1, {"loss": 1.0})
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    table = MetricsTable(tmp_path)
+    table.begin(1)
+    table.append("train", 2, {"loss": 0.5})
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [("1", "1.0"), ("2", "0.5")]
+
+
+def test_a_run_that_begins_again_does_not_read_its_table(tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"\xff;\n")
+    table = MetricsTable(tmp_path)
+    table.begin(0)
+    table.append("train", 1, {"loss": 1.0})
+    assert table.failures == []
+    assert [row["loss"] for row in rows(tmp_path)] == ["1.0"]
+
+
 def test_a_full_disk_does_not_end_the_training(tmp_path, messages):
     with small_disk.mounted(tmp_path / "disk", kilobytes=256) as disk:
         table = MetricsTable(disk)
