@@ -411,10 +411,13 @@ def test_nothing_is_created_before_there_is_something_to_write(tmp_path):
 
 
 def test_statistics_leave_the_compiling_call_out():
-    monitor = _monitor(None, flops_per_example=1e6, peak_flops=1e8, replicas=4)
-    assert monitor.statistics()["examples_per_second"] == 0.0
+    monitor = _monitor(
+        None, flops_per_example=1e6, peak_flops=1e8, replicas=4, line=LiveLine(("return",), "env steps/s", 8.0)
+    )
+    names = ["examples_per_second", "step_ms_p50", "step_ms_p95", "input_wait_fraction", "mfu", "env_steps_per_second"]
+    assert monitor.statistics() == dict.fromkeys(names)
     monitor.on_steps(1, np.zeros(1), _durations(1, 30.0), {})
-    assert monitor.statistics()["step_ms_p50"] == pytest.approx(30e3)  # nothing else is known yet
+    assert monitor.statistics() == dict.fromkeys(names)  # nothing else is known yet
     times = np.linspace(0.1, 0.3, 101)
     durations = np.outer(times, [0.1, 0.5, 0.2, 0.2, 1.0, 0.0])
     monitor.on_steps(61, np.zeros(60), durations[:60], {})
@@ -423,6 +426,7 @@ def test_statistics_leave_the_compiling_call_out():
     assert figures["step_ms_p50"] == pytest.approx(200.0)
     assert figures["step_ms_p95"] == pytest.approx(290.0)
     assert figures["input_wait_fraction"] == pytest.approx(0.1)
+    assert list(figures) == names
     assert figures["examples_per_second"] == pytest.approx(BATCH / 0.2)
     assert figures["mfu"] == pytest.approx(1e6 * BATCH / 0.2 / (4 * 1e8))
     assert _monitor(None).statistics()["mfu"] is None

@@ -197,6 +197,13 @@ def test_a_run_in_a_directory_whose_name_is_not_valid_text(tmp_path):
     assert not any(name.startswith(".") for name in left - {".lock"})
 
 
+def test_a_run_of_one_call_has_no_speed(messages):
+    """The call compiles."""
+    found = trainer_of(schedule="constant").fit(source(), steps=1)
+    assert [found[name] for name in ("examples_per_second", "step_ms_p50", "input_wait_fraction", "mfu")] == [None] * 4
+    assert "  not measured: the steps were one call, which compiles" in "\n".join(messages)
+
+
 @pytest.mark.parametrize("text", ["[1]", "3", "null", "{", "[" * 100_000])
 def test_a_summary_that_is_none_is_not_read(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)

@@ -23,11 +23,9 @@ class LiveLine:
     rate: str = "examples/s"
     per_example: float = 1.0
 
-    def pace(self, examples_per_second: float | None) -> dict[str, float]:
+    def pace(self, examples_per_second: float) -> dict[str, float]:
         """The pace by its name in summary.json, where it does not count examples."""
-        if self.rate not in tags.PACES or examples_per_second is None:
-            return {}
-        return {tags.PACES[self.rate]: self.per_example * examples_per_second}
+        return {tags.PACES[self.rate]: self.per_example * examples_per_second} if self.rate in tags.PACES else {}
 
     def values(self, shown: Window, scalars: Mapping[str, float]) -> dict[str, str]:
         """The values by name, in order of importance.

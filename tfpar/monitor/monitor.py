@@ -293,11 +293,13 @@ class Monitor:
 
         Returns:
           `examples_per_second`, `step_ms_p50`, `step_ms_p95`, `input_wait_fraction`, `mfu` (None if the peak or
-          the FLOPs of a step are not known), and `env_steps_per_second` of reinforcement learning. In every process,
-          not only the chief's.
+          the FLOPs of a step are not known), and `env_steps_per_second` of reinforcement learning; None if there was
+          no other call. In every process, not only the chief's.
         """
         figures = self._timings.statistics()
         rate = figures["examples_per_second"]
+        if rate is None:
+            return {**figures, "mfu": None, **dict.fromkeys(self._live_line.pace(0.0))}
         return {**figures, "mfu": self._utilisation.at(rate), **self._live_line.pace(rate)}
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -275,7 +275,9 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     """A short table of the results and where to look next."""
     rows = [("steps", f"{content['steps']}"), ("train loss", _number(content["train_loss"]))]
     rows += [(f"eval {name}", f"{value:.4f}") for name, value in tags.by_element(content["eval"]).items()]
-    if content["examples_per_second"] is not None:  # a run of a few steps has no time without compilation
+    if content["examples_per_second"] is None:
+        rows.append(("speed", "not measured: the steps were one call, which compiles"))
+    else:
         rows += [
             next(
                 ((pace, f"{content[name]:.0f}") for pace, name in tags.PACES.items() if name in content),

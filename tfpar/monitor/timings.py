@@ -181,41 +181,37 @@ class Timings:
     """Statistics of a whole run, without its first call, which traces and compiles."""
 
     def __init__(self) -> None:
-        self._first: tuple[np.ndarray, np.ndarray] | None = None
+        self._compiled = False
         self._totals: list[np.ndarray] = []
         self._wait = 0.0
         self._examples = 0.0
 
     def add(self, durations: np.ndarray, examples: np.ndarray) -> None:
         """Adds the steps of one call: durations [n, 6] in seconds, examples [n]."""
-        if self._first is None:
-            self._first = (durations, examples)
+        if not self._compiled:
+            self._compiled = True
             return
         self._totals.append(durations[:, _TOTAL].astype(np.float32))
         self._wait += float(durations[:, _WAIT].sum())
         self._examples += float(examples.sum())
 
-    def statistics(self) -> dict[str, float]:
+    def statistics(self) -> dict[str, float | None]:
         """Steady-state figures.
 
         Returns:
-          `examples_per_second`; `step_ms_p50` and `step_ms_p95`, milliseconds per step; `input_wait_fraction`.
-          A run of a single call is measured by that call; a run without steps gives zeros.
+          `examples_per_second`; `step_ms_p50` and `step_ms_p95`, milliseconds per step; `input_wait_fraction`. All are
+          None if there was no call after the first.
         """
-        if self._totals:
-            totals, wait, examples = np.concatenate(self._totals), self._wait, self._examples
-        elif self._first is not None:
-            durations, counts = self._first
-            totals, wait, examples = durations[:, _TOTAL], float(durations[:, _WAIT].sum()), float(counts.sum())
-        else:
-            totals, wait, examples = np.zeros(1), 0.0, 0.0
+        if not self._totals:
+            return dict.fromkeys(("examples_per_second", "step_ms_p50", "step_ms_p95", "input_wait_fraction"))
+        totals = np.concatenate(self._totals)
         seconds = float(totals.sum(dtype=np.float64))
         p50, p95 = np.percentile(totals, [50, 95])
         return {
-            "examples_per_second": _ratio(examples, seconds),
+            "examples_per_second": _ratio(self._examples, seconds),
             "step_ms_p50": 1e3 * float(p50),
             "step_ms_p95": 1e3 * float(p95),
-            "input_wait_fraction": _ratio(wait, seconds),
+            "input_wait_fraction": _ratio(self._wait, seconds),
         }
 
 
