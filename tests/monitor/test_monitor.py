@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import re
+import tempfile
 import threading
 
 from tfpar.cluster.info import ClusterInfo
@@ -521,6 +522,27 @@ def test_a_run_that_ends_inside_the_window_keeps_its_profile(tmp_path):
     assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
     tf.profiler.experimental.start(str(tmp_path / "free"))  # the profiler is free again
     tf.profiler.experimental.stop()
+
+
+def test_profiles_are_named_by_the_steps_that_they_have(tmp_path, messages):
+    """Of a run that is preempted in the window, and goes on from there."""
+    for first, last in ((2, 4), (5, 6)):
+        monitor = _monitor(tmp_path, config=_config(profile_steps="2,6", log_every=1))
+        with monitor.session():
+            for step in range(first, last + 1):
+                monitor.before_step(step - 1)
+                monitor.after_step(step)
+        assert f"profiled steps {first} to {last}: tab" in messages[-1]
+    folders = sorted(path.name for path in (tmp_path / "plugins" / "profile").iterdir())
+    assert folders == ["steps_2_to_4", "steps_5_to_6"]
+
+
+def test_no_room_for_a_profile_is_said_not_fatal(tmp_path, monkeypatch, messages):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monitor = _monitor(tmp_path, config=_config(profile_steps="1,2"))
+    monitor.before_step(0)
+    monitor.after_step(2)
+    assert "the profiler does not start: [Errno 2] No such file or directory" in messages[-1]
 
 
 def test_profiler_in_use_and_missing_workdir_are_said_not_fatal(tmp_path, messages):

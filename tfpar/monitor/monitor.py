@@ -170,7 +170,7 @@ class Monitor:
                 _log.warning("--profile_steps needs a --workdir to write to; nothing is profiled")
                 self._profile.give_up()
             else:
-                self._profile.start(self._events.directory if self._events else self._workdir)
+                self._profile.start(self._events.directory if self._events else self._workdir, step)
         if self._events:
             self._histograms.before_step(step, weights)
 
@@ -185,7 +185,7 @@ class Monitor:
           step: Finished steps.
           weights: As for `before_step`.
         """
-        if self._profile.running and step >= self._profile.last:
+        if self._profile.finished(step):
             self._stop_profile()
         if self._events and (values := self._histograms.after_step(step, weights)):
             self._events.histograms(step, values)
@@ -396,7 +396,5 @@ class Monitor:
 
     def _stop_profile(self) -> None:
         if self._profile.running and self._profile.stop():
-            self.message(
-                f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard"
-                f"{needs_viewer()}"
-            )
+            first, last = self._profile.profiled
+            self.message(f"profiled steps {first} to {last}: tab PROFILE of TensorBoard{needs_viewer()}")

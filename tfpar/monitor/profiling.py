@@ -45,8 +45,14 @@ class ProfileWindow:
         first, self.last = window or (0, 0)
         self.first = max(first, 1)
         self.running = False
-        self._target: pathlib.Path | None = None
+        self._began = self._finished = 0
+        self._directory: pathlib.Path | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def profiled(self) -> tuple[int, int]:
+        """First and last step of the profile, which are not those of the window where a start begins or ends in it."""
+        return self._began, max(self._began, self._finished)
 
     def next_boundary(self, step: int, otherwise: int) -> int:
         """Where the next call must end at the latest: before the window, and after every step in it."""
@@ -62,20 +68,29 @@ class ProfileWindow:
         """Profiles nothing any more."""
         self._open = False
 
-    def start(self, directory: str) -> None:
-        """Starts the profiler; the profile goes to `plugins/profile/` in the directory."""
-        self._scratch = tempfile.TemporaryDirectory(prefix="tfpar-profile-")
+    def start(self, directory: str, step: int) -> None:
+        """Starts the profiler.
+
+        Args:
+          directory: The profile goes to `plugins/profile/` in it.
+          step: Finished steps.
+        """
+        self._began, self._directory = step + 1, pathlib.Path(directory, "plugins", "profile")
         try:
+            self._scratch = tempfile.TemporaryDirectory(prefix="tfpar-profile-", ignore_cleanup_errors=True)
             tf.profiler.experimental.start(self._scratch.name)
-        except tf.errors.OpError as error:  # e.g. another profiler session in this process
-            _log.warning("--profile_steps: the profiler does not start: %s", error.message)
-            self._scratch.cleanup()
+        except (tf.errors.OpError, OSError) as error:  # e.g. another session in this process, or a full disk
+            _log.warning("--profile_steps: the profiler does not start: %s", _reason(error))
+            if self._scratch:
+                self._scratch.cleanup()
             self.give_up()
         else:
             self.running = True
-            # One session for all workers: the viewer lists them as hosts of it.
-            session = f"steps_{self.first}_to_{self.last}"
-            self._target = pathlib.Path(directory, "plugins", "profile", session, f"worker_{self._worker}.xplane.pb")
+
+    def finished(self, step: int) -> bool:
+        """Notes the number of finished steps; whether the profiler runs and these are the last of the window."""
+        self._finished = step
+        return self.running and step >= self.last
 
     def step(self, number: int) -> contextlib.AbstractContextManager[object]:
         """Marks a step of the window, counted from 1. Does nothing outside of the window."""
@@ -86,21 +101,28 @@ class ProfileWindow:
     def stop(self) -> bool:
         """Stops the profiler and writes the profile; whether there is one."""
         assert self._scratch is not None
-        assert self._target is not None
+        assert self._directory is not None
+        # One session for all workers: the viewer lists them as hosts of it.
+        first, last = self.profiled
+        session = self._directory / f"steps_{first}_to_{last}"
+        target = session / f"worker_{self._worker}.xplane.pb"
         self.running = self._open = False
         try:
             tf.profiler.experimental.stop()
             (written,) = pathlib.Path(self._scratch.name).glob("plugins/profile/*/*.xplane.pb")
             keep_step_marks(written)
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(written, self._target)
+            session.mkdir(parents=True, exist_ok=True)
+            shutil.move(written, target)
         except (tf.errors.OpError, OSError, ValueError) as error:
-            reason = error.message if isinstance(error, tf.errors.OpError) else error
-            _log.warning("--profile_steps: the profile is lost: %s", reason)
+            _log.warning("--profile_steps: the profile is lost: %s", _reason(error))
             return False
         finally:
             self._scratch.cleanup()
         return True
+
+
+def _reason(error: Exception) -> object:
+    return error.message if isinstance(error, tf.errors.OpError) else error
 
 
 def keep_step_marks(path: pathlib.Path) -> None:
