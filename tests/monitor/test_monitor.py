@@ -185,6 +185,19 @@ def test_every_chart_has_a_description(tmp_path):
         assert [name for name in without if not name.startswith("_hparams_")] == []
 
 
+def test_metrics_with_the_names_of_other_scalars_are_metrics(tmp_path):
+    stream = io.StringIO()
+    results = {"cosine": 0.25, "loss_scale": np.array([3.0, 4.0]), "skipped_steps": 5.0}
+    monitor = _monitor(tmp_path, stream=stream, config=_config(log_every=1), metric_results=lambda sums: results)
+    with monitor.session():
+        monitor.on_steps(1, np.zeros(1), _durations(1), {"learning_rate": 0.5, "cosine": 0.75})
+    train = _events(tmp_path, "train")
+    charts = ("worker_exchange/cosine_to_dense", "metrics/cosine", "metrics/loss_scale/1", "metrics/skipped_steps")
+    assert [_points(train, tag) for tag in charts] == [[(1, 0.75)], [(1, 0.25)], [(1, 4.0)], [(1, 5.0)]]
+    assert not {"training/skipped_steps", "training/loss_scale"} & set(train.Tags()["tensors"])
+    assert "  cosine 0.2500  " in stream.getvalue()
+
+
 def test_the_slowest_and_the_fastest_worker_are_named(tmp_path):
     for workdir, seconds in (("three", [0.4, 1.2, 0.2]), ("alone", [0.4]), ("untimed", [0.0, 0.0])):
         monitor = _monitor(tmp_path / workdir, config=_config(log_every=4), workers=len(seconds))
@@ -429,6 +442,7 @@ def test_statistics_leave_the_compiling_call_out():
     assert figures["input_wait_fraction"] == pytest.approx(0.1)
     assert list(figures) == names
     assert figures["examples_per_second"] == pytest.approx(BATCH / 0.2)
+    assert figures["env_steps_per_second"] == pytest.approx(8 * BATCH / 0.2)
     assert figures["mfu"] == pytest.approx(1e6 * BATCH / 0.2 / (4 * 1e8))
     assert _monitor(None).statistics()["mfu"] is None
 

@@ -27,18 +27,18 @@ class LiveLine:
         """The pace by its name in summary.json, where it does not count examples."""
         return {tags.PACES[self.rate]: self.per_example * examples_per_second} if self.rate in tags.PACES else {}
 
-    def values(self, shown: Window, scalars: Mapping[str, float]) -> dict[str, str]:
+    def values(self, shown: Window, metrics: Mapping[str, float]) -> dict[str, str]:
         """The values by name, in order of importance.
 
         Args:
           shown: The last steps.
-          scalars: Values at the last step and metrics over the last steps.
+          metrics: Metrics over the last steps.
         """
-        found = [name for name in scalars if tags.tag(name).startswith("metrics/") and name != "loss"]
-        chosen = [name for name in self.metrics if name in scalars] or found[:1]
+        found = [name for name in metrics if name != "loss"]
+        chosen = [name for name in self.metrics if name in metrics] or found[:1]
         loss = {"loss": f"{shown.loss:.4f} ({shown.span})"}
-        metrics = {name: f"{scalars[name]:.4f}" for name in chosen}
+        shown_metrics = {name: f"{metrics[name]:.4f}" for name in chosen}
         pace = {self.rate: f"{self.per_example * shown.examples_per_second:.0f}"}
         if self.metrics:  # what they were chosen for
-            return metrics | loss | pace
-        return loss | metrics | pace | {"input wait": f"{100 * shown.input_wait_fraction:.1f}%"}
+            return shown_metrics | loss | pace
+        return loss | shown_metrics | pace | {"input wait": f"{100 * shown.input_wait_fraction:.1f}%"}

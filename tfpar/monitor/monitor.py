@@ -251,8 +251,8 @@ class Monitor:
         """
         shown = tags.by_element({name: value for name, value in results.items() if name != "examples"})
         if self._events and shown:
-            tagged = {name if name == "loss" else f"metrics/{name}": value for name, value in shown.items()}
-            self._scalars("eval", step, tagged)
+            loss = {name: value for name, value in shown.items() if name == "loss"}
+            self._scalars("eval", step, loss | tags.of_metrics(shown))
             self._events.flush()
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         count = f"  ({results['examples']:.0f} examples)" if "examples" in results else ""
@@ -329,8 +329,8 @@ class Monitor:
 
     def _line(self, scalars: Mapping[str, float]) -> dict[str, str]:
         shown, sums = self._recent.window()
-        scalars = {**scalars, **tags.by_element(self._metric_results(sums))}
-        return self._live_line.values(shown, scalars)
+        metrics = {name: value for name, value in scalars.items() if tags.tag(name) == f"metrics/{name}"}
+        return self._live_line.values(shown, {**metrics, **tags.by_element(self._metric_results(sums))})
 
     def _write_points(
         self,
@@ -343,9 +343,8 @@ class Monitor:
         """Adds steps to the window, and closes it where a point is due."""
         first = last_step - len(losses)
         ends = [end - first for end in self._point_steps(first, last_step, "update_norm" in scalars)]
-        if ends:
-            scalars = {**scalars, **tags.by_element(self._metric_results(self._point_sums.take()))}
-        at_last, begin = self._tagged(scalars), 0
+        results = self._metric_results(self._point_sums.take()) if ends else {}
+        at_last, begin = self._tagged(scalars) | tags.of_metrics(results), 0
         for end in ends:
             self._point.add(losses[begin:end], durations[begin:end], examples[begin:end])
             values = self._point_values()

@@ -110,6 +110,11 @@ def tag(name: str) -> str:
     return name if name.startswith(BY_FRAGMENT) else TAGS.get(name, f"metrics/{name}")
 
 
+def of_metrics(results: Mapping[str, Any]) -> dict[str, float]:
+    """The charts of metrics, also of those with the name of another scalar; the loss is none of them."""
+    return {f"metrics/{name}": value for name, value in by_element(results).items() if name != "loss"}
+
+
 def description(tag: str) -> str:
     """What a chart shows, in markdown."""
     if tag in _DESCRIPTIONS:
