@@ -121,6 +121,16 @@ def test_which_logits_stay_divided(build, name):
     assert id(head) not in heads_of(model)
 
 
+def test_other_outputs_of_a_model_inside_are_whole():
+    """The last layer of the outer model needs all features."""
+    inputs = keras.Input((4,))
+    x = keras.layers.LayerNormalization()(inputs)
+    features, logits, last = (keras.layers.Dense(width, name=f"of_{width}") for width in (64, 100, 10))
+    inner = keras.Model(inputs, [features(x), logits(x)])
+    of_features, of_logits = inner(inputs)
+    assert heads_of(keras.Model(inputs, [of_logits, last(of_features)])) == {id(logits), id(last)}
+
+
 def test_a_layer_that_a_model_inside_calls_too_is_no_part_of_a_pair():
     """That model needs all of its outputs."""
     with pytest.raises(ConfigError, match="no layer that can be divided"):

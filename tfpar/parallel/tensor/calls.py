@@ -71,16 +71,23 @@ def heads_of(model: keras.Model) -> set[int]:
     There are none if the model overrides `call`, or recomputes activations at its end.
     """
     graph = keras_calls.graph_of(model)
-    return set() if graph is None else _heads_of(graph, keras_calls.calls_within(graph))
+    return set() if graph is None else _heads_of(graph, keras_calls.calls_within(graph), graph.outputs)
 
 
-def _heads_of(graph: Any, calls: Sequence[Any]) -> set[int]:
+def _heads_of(graph: Any, calls: Sequence[Any], wanted: Sequence[Any]) -> set[int]:
+    """See `heads_of`.
+
+    Args:
+      graph: The functional model, or one that it calls.
+      calls: All calls, see `keras_calls.calls_within`.
+      wanted: Those outputs of the graph that are outputs of the whole model.
+    """
     if keras_calls.runs_graph_otherwise(graph):
         return set()
     nodes = keras_calls.graph_nodes(graph)
     read = {id(tensor) for node in nodes for tensor in node.input_tensors}
     heads = set()
-    for tensor in graph.outputs:
+    for tensor in wanted:
         made = [node for node in nodes if any(output is tensor for output in node.outputs)]
         if len(made) != 1 or id(tensor) in read or sum(output is tensor for output in graph.outputs) > 1:
             continue
@@ -91,7 +98,9 @@ def _heads_of(graph: Any, calls: Sequence[Any]) -> set[int]:
             continue
         if isinstance(layer, keras.Model):
             inner = keras_calls.graph_of(layer)
-            heads |= set() if inner is None else _heads_of(inner, calls)
+            if inner is not None:
+                pairs = zip(made[0].outputs, inner.outputs, strict=True)
+                heads |= _heads_of(inner, calls, [own for output, own in pairs if output is tensor])
         elif _is_linear(layer):
             heads.add(id(layer))
     return heads
