@@ -159,6 +159,38 @@ def test_what_needs_all_units_is_not_between_a_pair(first, between, is_pair):
             find_layout(model, 2, {model.layers[0].path: "column"})
 
 
+class Masking(layers.Layer):
+    """Calls a dropout that others may call, too."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+    def call(self, x):
+        return self.dropout(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_dropout_that_is_called_elsewhere_is_not_between_a_pair(inside):
+    """There it draws for whole activations: numbers of its own on each device would make their copies differ."""
+    x = inputs = keras.Input((12,))
+    dropout, last = layers.Dropout(0.1), layers.Dense(64, name="last")
+    x = layers.Dense(64, name="second")(dropout(layers.Dense(64, "relu", name="first")(x)))
+    x = (Masking(dropout) if inside else dropout)(x)
+    found = {layer.name: layout.way for layer, layout in find_layout(keras.Model(inputs, last(x)), 2).values()}
+    assert found == {"second": "gather", "last": "gather"}
+
+
+def test_attention_whose_dropout_is_called_elsewhere_stays_whole():
+    x = inputs = keras.Input((8, 16))
+    attention, last = layers.MultiHeadAttention(4, 4, dropout=0.1, name="attention"), layers.Dense(512, name="last")
+    x = attention(x, x)
+    model = keras.Model(inputs, last(attention._dropout_layer(x)))
+    assert {layer.name for layer, _ in find_layout(model, 2).values()} == {"last"}
+    with pytest.raises(ConfigError, match=r"has dropout 'dropout.*', which is called in several places"):
+        find_layout(model, 2, {"attention": "heads"})
+
+
 class OwnCell(layers.Layer):
     """A recurrent cell of Dense layers."""
 

@@ -7,7 +7,6 @@ and of chains of Dense layers; embeddings; other Dense layers, and convolutions,
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import re
@@ -17,7 +16,7 @@ from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.tensor.attention import obstacle_of, ways_of_attention
 from tfpar.parallel.tensor.indivisible import Indivisible
-from tfpar.parallel.tensor.obstacles import obstacles_of
+from tfpar.parallel.tensor.obstacles import obstacles_in, obstacles_of, places_of
 from tfpar.parallel.tensor.ways import (
     COLUMN,
     GATHER,
@@ -101,7 +100,8 @@ class Finder:
       groups: Groups of `id`s of layers that can only be divided together.
       indivisible: Layers that would be divided, but for an obstacle, or because the axis does not divide their heads or
         units.
-      obstacles: Why layers cannot be divided, by `id`; see `obstacles_of`.
+      obstacles: Why layers cannot be divided, by `id`; see `obstacles_of` and `obstacles_in`.
+      places: See `places_of`.
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
@@ -112,7 +112,12 @@ class Finder:
         self.groups: list[list[int]] = []
         self.indivisible: list[Indivisible] = []
         self.size = size
-        self.obstacles = {**obstacles_of(model), **dict.fromkeys(looped, _LOOPED)}
+        self.places = places_of(model)
+        self.obstacles = {
+            **obstacles_in(self.layers, self.places),
+            **obstacles_of(model),
+            **dict.fromkeys(looped, _LOOPED),
+        }
         self._asked: set[int] = set()
         self._by_heads: set[int] = set()
 
@@ -187,7 +192,7 @@ class Finder:
         """Finds the layers that divide well, in addition to those in rules."""
         for layer in self.layers:
             self.look_at(layer)
-        for chain in _dense_chains(model):
+        for chain in _dense_chains(model, self.places):
             self._check_asked(chain)
             self.pair_up(chain)
         self.take_large()
@@ -312,10 +317,14 @@ def _ways_of_heads(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
     return own if any("x" in way.partition(":")[2] for way in own.values()) else {}
 
 
-def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
+def _dense_chains(model: keras.Model, places: Mapping[int, int]) -> list[list[keras.layers.Layer]]:
     """Returns chains of Dense layers in a model's graph, with the dropout between them.
 
-    Each layer of a chain is the only reader of the previous one.
+    Each layer of a chain is the only reader of the previous one, and called nowhere else.
+
+    Args:
+      model: The model.
+      places: See `places_of`.
     """
     graph = keras_calls.graph_of(model)
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
@@ -324,8 +333,6 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
         for tensor in node.input_tensors:
             readers.setdefault(id(tensor), []).append(number)
     wanted = {id(tensor) for tensor in graph.outputs} if graph is not None else set()
-    calls = [] if graph is None else keras_calls.calls_within(graph)
-    uses = collections.Counter(id(node.operation) for node in calls)
 
     def following(number: int) -> list[int]:
         """Returns the path through elementwise layers to the Dense layer that alone reads this node's output, or []."""
@@ -333,13 +340,13 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
         if len(outputs) != 1 or id(outputs[0]) in wanted or len(found := readers.get(id(outputs[0]), [])) != 1:
             return []
         operation = nodes[found[0]].operation
-        if isinstance(operation, _ELEMENTWISE) and _elementwise(operation):
+        if isinstance(operation, _ELEMENTWISE) and _elementwise(operation, places):
             further = following(found[0])
             return [found[0], *further] if further else []
-        return found if type(operation) is keras.layers.Dense and uses[id(operation)] == 1 else []
+        return found if type(operation) is keras.layers.Dense and places[id(operation)] == 1 else []
 
     called = [node.operation for node in nodes]
-    dense = [n for n, layer in enumerate(called) if type(layer) is keras.layers.Dense and uses[id(layer)] == 1]
+    dense = [n for n, layer in enumerate(called) if type(layer) is keras.layers.Dense and places[id(layer)] == 1]
     after = {number: following(number) for number in dense}
     ends = {found[-1] for found in after.values() if found}
     chains = []
@@ -354,9 +361,10 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
     return chains
 
 
-def _elementwise(layer: keras.layers.Layer) -> bool:
+def _elementwise(layer: keras.layers.Layer, places: Mapping[int, int]) -> bool:
     if layer.activity_regularizer is not None:
         return False
     if isinstance(layer, keras.layers.Dropout):
-        return layer.noise_shape is None  # otherwise several units share a mask
+        # A mask that several units share, or one for whole activations in another place, is the same on all devices.
+        return layer.noise_shape is None and places[id(layer)] == 1
     return not isinstance(layer, keras.layers.Activation) or acts_on_each_output(layer.activation)

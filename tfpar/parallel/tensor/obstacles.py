@@ -1,4 +1,4 @@
-"""Layers that must stay whole because of how the model uses them, which one trace of the model shows.
+"""Layers that must stay whole because of how the model uses them, which its structure and one trace of it show.
 
 Devices cannot communicate in a loop or a branch (TensorFlow 2.21: they wait for each other forever), or in
 `tf.vectorized_map`, which converts no collective. And only the calls of a divided layer compute with a part of its
@@ -7,11 +7,12 @@ weights as with the whole: another layer that reads them needs all.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -45,6 +46,36 @@ def obstacles_of(model: keras.Model) -> Mapping[int, str]:
     if model not in _known or _known[model][0] != variables:
         _known[model] = variables, _traced(model)
     return _known[model][1]
+
+
+def places_of(model: keras.Model) -> collections.Counter[int]:
+    """Returns in how many places each layer is called, by `id`: calls in graphs, and layers that have it inside."""
+    layers = keras_internals.all_layers(model)
+    graphs = [graph for layer in layers if (graph := keras_calls.graph_of(layer)) is not None]
+    calls = {id(node): node for graph in graphs for node in keras_calls.graph_nodes(graph)}  # graphs may share calls
+    places = collections.Counter(id(node.operation) for node in calls.values())
+    for layer in layers:
+        if keras_calls.graph_of(layer) is None:
+            inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
+            places.update({*map(id, inner)})
+    return places
+
+
+def obstacles_in(layers: Sequence[keras.layers.Layer], places: Mapping[int, int]) -> dict[int, str]:
+    """Returns why some of these layers cannot be divided whatever they are called with, by `id`.
+
+    A dropout in one place draws for divided values, other numbers on each device; in another place the same dropout may
+    have to draw the same on all.
+
+    Args:
+      layers: Layers of a model.
+      places: See `places_of`.
+    """
+    obstacles = {}
+    for layer in layers:
+        if isinstance(layer, keras.layers.Dropout) and places[id(layer)] > 1:
+            obstacles[id(layer)] = f"dropout {layer.name!r}, which is called in several places"
+    return obstacles
 
 
 def check_call(layer: keras.layers.Layer) -> None:
