@@ -191,6 +191,29 @@ def test_attention_whose_dropout_is_called_elsewhere_stays_whole():
         find_layout(model, 2, {"attention": "heads"})
 
 
+class ScaledTable(layers.Embedding):
+    """A table with a weight that every token reads."""
+
+    def build(self, shape=None):
+        super().build(shape)
+        self.scale = self.add_weight(shape=(self.output_dim,), initializer="ones", name="scale")
+
+    def call(self, tokens):
+        return self.scale * super().call(tokens)
+
+
+def test_a_table_with_other_weights_stays_whole():
+    """Each device would have the gradient of its own tokens, and all would take the mean."""
+    tokens = keras.Input((8,), dtype="int32")
+    table, last = ScaledTable(32, 16, name="table"), layers.Dense(512, name="last")
+    model = keras.Model(tokens, last(table(tokens)))
+    assert {layer.name for layer, _ in find_layout(model, 2).values()} == {"last"}
+    (found,) = find_indivisible(model, 2)
+    assert (found.path, found.reason) == ("table", "weights beside its table (scale)")
+    with pytest.raises(ConfigError, match=r"'table' has weights beside its table \(scale\)"):
+        find_layout(model, 2, {"table": "vocabulary"})
+
+
 class OwnCell(layers.Layer):
     """A recurrent cell of Dense layers."""
 

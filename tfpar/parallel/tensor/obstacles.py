@@ -65,7 +65,7 @@ def obstacles_in(layers: Sequence[keras.layers.Layer], places: Mapping[int, int]
     """Returns why some of these layers cannot be divided whatever they are called with, by `id`.
 
     A dropout in one place draws for divided values, other numbers on each device; in another place the same dropout may
-    have to draw the same on all.
+    have to draw the same on all. And other weights of a table would get gradients of one device's tokens alone.
 
     Args:
       layers: Layers of a model.
@@ -75,7 +75,16 @@ def obstacles_in(layers: Sequence[keras.layers.Layer], places: Mapping[int, int]
     for layer in layers:
         if isinstance(layer, keras.layers.Dropout) and places[id(layer)] > 1:
             obstacles[id(layer)] = f"dropout {layer.name!r}, which is called in several places"
+        if isinstance(layer, keras.layers.Embedding) and (others := _beside_table(layer)):
+            obstacles[id(layer)] = f"weights beside its table ({', '.join(others)})"
     return obstacles
+
+
+def _beside_table(layer: keras.layers.Embedding) -> list[str]:
+    """Returns the names of the weights of an Embedding layer, and of layers in it, that are not those of Keras."""
+    own = re.compile(r"(lora_|reverse_)?embeddings(_\w+)?")
+    weights = [weight for weight in layer.weights if not keras_internals.is_seed_state(weight)]
+    return [weight.name for weight in weights if not own.fullmatch(weight.name)]
 
 
 def check_call(layer: keras.layers.Layer) -> None:
