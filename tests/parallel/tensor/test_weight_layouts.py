@@ -64,6 +64,35 @@ def test_feed_forward_layers_of_other_names_are_divided(backbone, sizes, pair):
         assert {"decoder_block_0/ffw_gating_2/kernel", "decoder_block_0/ffw_linear/kernel"} <= asked.keys()
 
 
+class NormBetween(keras.layers.Layer):
+    """Names of keras-hub's feed-forward layers, but the norm needs all hidden units."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(64, name="mlp_intermediate_dense")
+        self.norm, self.last = keras.layers.LayerNormalization(), keras.layers.Dense(64, name="mlp_output_dense")
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.norm.build((None, 64))
+        self.last.build((None, 64))
+
+    def call(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_names_alone_make_no_pair(inside):
+    """Neither in a layer that is not keras-hub's nor in a model's graph."""
+    inputs, layer = keras.Input((64,)), NormBetween()
+    x = layer(inputs) if inside else layer.last(layer.norm(layer.first(inputs)))
+    found = ways(find_layout(keras.Model(inputs, x), 2))
+    assert {path.rpartition("/")[2]: way for path, way in found.items()} == {
+        "mlp_intermediate_dense": "gather",
+        "mlp_output_dense": "gather",
+    }
+
+
 def test_what_is_no_layout_is_refused():
     with pytest.raises(ConfigError, match="layout='up': give a dict"):
         names_weights("up")

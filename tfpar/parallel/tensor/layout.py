@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.tensor.attention import obstacle_of, ways_of_attention
+from tfpar.parallel.tensor.feed_forward import ways_of_feed_forward
 from tfpar.parallel.tensor.indivisible import Indivisible
 from tfpar.parallel.tensor.obstacles import obstacles_in, obstacles_of, places_of
 from tfpar.parallel.tensor.ways import (
@@ -41,14 +42,6 @@ _LARGE_CONVOLUTION = 1 << 16  # the same for convolutions, whose outputs are lar
 _LOOPED = "calls in the loop of a recurrent layer, in which devices cannot communicate"
 # Elementwise layers that may be between two Dense layers.
 _ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
-# Names of keras-hub's feed-forward layers.
-_FEED_FORWARD = (
-    (re.compile(r"(feedforward|mlp)_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
-    (re.compile(r"(feedforward|mlp)_output_dense\d*$"), ROW),
-    # Of Gemma and Falcon.
-    (re.compile(r"^ffw_gating(_2)?$|^dense_h_to_4h$"), COLUMN),
-    (re.compile(r"^ffw_linear$|^dense_4h_to_h$"), ROW),
-)
 
 
 def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> Layouts:
@@ -205,10 +198,8 @@ class Finder:
             self._take_all(layer, own())
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
-        inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
-        named = {child: way for child in inner for pattern, way in _FEED_FORWARD if pattern.search(child.name)}
-        if {*named.values()} == {COLUMN, ROW}:  # the router of experts alone has such a name, too
-            self._take_all(layer, named)
+        if ways := ways_of_feed_forward(layer):
+            self._take_all(layer, ways)
 
     def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
         """Divides consecutive Dense layers alternately by columns and by rows; the last of an odd number stays whole.
