@@ -18,6 +18,7 @@ from tfpar.parallel.tensor.layout import find_layout
 from tfpar.parallel.tensor.positions import divide_positions, has_gradient_in_parts
 from tfpar.parallel.tensor.ways import OWN_NUMBERS
 from tfpar.training.placing.base import build_on_host
+from tfpar.training.planning.counting import count_model
 
 import keras
 import keras_hub
@@ -238,12 +239,54 @@ def test_thirty_steps_of_keras_hub(model, mesh):
     assert split_of(trainer.model.get_layer("token_embedding").embeddings)
 
 
-def test_the_router_of_experts_stays_whole():
-    """keras-hub names it as the first layer of a feed-forward pair, but no layer takes a part of its outputs."""
-    sizes = {"vocabulary_size": 16, "num_layers": 1, "hidden_dim": 16, "intermediate_dim": 16}
+MIXTURES = {"global_batch_size": 15, "eval_batch_size": 15}  # losses that routers add include the padding of batches
+
+
+def test_experts_are_divided_by_hidden_units(tmp_path):
+    """With the numbers of one device, whole files, and the bytes that the planner counts: experts are added up before
+    devices are, so a block sums as much as one without experts, and the gradients of the weights of experts."""
+    options = {**MIXTURES, "model": "mixtral", "steps": 4}
+    trainer = divided.here("mirrored", "model:2", 2, **options, workdir=str(tmp_path / "run"))
+    assert_as_alone(trainer, **options)
+    assert_saved_whole(trainer, tmp_path / "run")
+    divided_names = {each.path.rpartition("/")[2] for each in trainer.model.trainable_variables if split_of(each)}
+    assert {f"expert_feedforward_{name}_dense" for name in ("gate", "intermediate", "output")} <= divided_names
+    layers = count_model(divided_models.MODELS["mixtral"](), [2], length=divided_models.POSITIONS).layers[2]
+    [block] = [layer for layer in layers if len(layer.sums) > 1 and "embedding" not in layer.name]
+    positions, width, experts = divided_models.POSITIONS, 16, 4
+    assert block.sums == (4 * positions * width,) * 2 + (
+        4 * positions * width,
+        4 * positions * experts,
+        4 * positions * width,
+    )
+    weights = [each for each in trainer.model.trainable_variables if not split_of(each)]
+    whole = sum(int(np.prod(each.shape)) for each in weights) + 2 + len(trainer.program.core.metric_variables)
+    examples = MIXTURES["global_batch_size"]
+    of_logits = 2 * 2 * positions * examples * 4
+    assert trainer.results["exchange"]["model_axis_bytes_per_step"] == pytest.approx(
+        examples * sum(map(sum, (layer.sums for layer in layers))) + 4 * whole + 2 * 8 + of_logits, abs=1
+    )
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mesh", ["model:2", "model:4"])
+@pytest.mark.parametrize("model", divided_models.EXPERTS)
+def test_thirty_steps_of_mixtures(model, mesh):
+    """Of one replica: routers add losses that are no sums over examples."""
+    options = {**MIXTURES, "model": model}
+    assert_as_alone(divided.here("mirrored", mesh, int(mesh[-1]), **options, recompute="blocks"), **options)
+
+
+def test_routers_of_experts_stay_whole():
+    """keras-hub names one as the first layer of a feed-forward pair, but no layer takes a part of its outputs, and to
+    gather these would cost more than it saves, however wide the model is."""
+    sizes = {"vocabulary_size": 16, "num_layers": 1, "hidden_dim": 128, "intermediate_dim": 16}
     heads = {"num_query_heads": 4, "num_key_value_heads": 2}
-    model = keras_hub.models.MixtralBackbone(**sizes, **heads, num_experts=4, top_k=2)
-    assert not [layer.name for layer, _ in find_layout(model, 2).values() if "feedforward" in layer.name]
+    for build in (keras_hub.models.MixtralBackbone, keras_hub.models.GptOssBackbone):
+        model = build(**sizes, **heads, num_experts=64, top_k=2)
+        assert not [
+            name for layer, _ in find_layout(model, 2).values() if "router" in (name := layer.name) or "gate" in name
+        ]
 
 
 def test_convolutions_are_divided_by_channels():
@@ -290,13 +333,15 @@ def test_replicas_of_one_process_evaluate_and_predict():
 
 
 @pytest.mark.proof
-def test_what_one_mesh_saves_another_resumes(tmp_path):
+@pytest.mark.parametrize("model", ["dense", "qwen_moe"])
+def test_what_one_mesh_saves_another_resumes(tmp_path, model):
     """The checkpoint, the digest and `model.keras` are of the whole model."""
-    workdir = {"workdir": str(tmp_path / "run")}
+    options = {**MIXTURES, "model": model}
+    workdir = {**options, "workdir": str(tmp_path / "run")}
     divided.here("mirrored", "model:2", stop_after=10, **workdir)
     divided.here("one_device", stop_after=10, **workdir)
     trainer = divided.here("mirrored", "model:4", **workdir)
-    assert_as_alone(trainer, "dense")
+    assert_as_alone(trainer, **options)
     assert_saved_whole(trainer, tmp_path / "run")
 
 

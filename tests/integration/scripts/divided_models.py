@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 VOCABULARY, LARGE, POSITIONS = 32, 1500, 8
+EXPERTS = ("mixtral", "gpt_oss", "qwen_moe", "qwen3_moe", "qwen3_5_moe")
 
 
 def dense() -> keras.Model:
@@ -130,6 +131,27 @@ def counted_heads() -> keras.Model:
         vision_encoder=None,
     )
     return keras_hub.models.Gemma3CausalLM(preprocessor=None, backbone=backbone)
+
+
+def experts(kind: str) -> keras.Model:
+    """A mixture of one of `EXPERTS`; the routers of Mixtral and Qwen add losses."""
+    import keras_hub
+
+    hub, units = keras_hub.models, {"intermediate_dim": 24}
+    qwen = {"moe_intermediate_dim": 20}
+    options: dict[str, tuple[Any, dict[str, Any]]] = {
+        "mixtral": (hub.MixtralBackbone, units),
+        "gpt_oss": (hub.GptOssBackbone, units),
+        "qwen_moe": (hub.QwenMoeBackbone, {**units, **qwen, "shared_expert_intermediate_dim": 16}),
+        "qwen3_moe": (hub.Qwen3MoeBackbone, {**units, **qwen, "head_dim": 8}),
+        "qwen3_5_moe": (
+            hub.Qwen3_5MoeBackbone,
+            {**qwen, "shared_expert_intermediate_size": 16, "head_dim": 8, "layer_types": ["full_attention"]},
+        ),
+    }
+    sizes = {"vocabulary_size": VOCABULARY, "num_layers": 1, "hidden_dim": 16, "num_experts": 4, "top_k": 2}
+    backbone = options[kind][0](**sizes, num_query_heads=4, num_key_value_heads=2, **options[kind][1])
+    return keras.Model(backbone.input, backbone.token_embedding(backbone.output, reverse=True))
 
 
 def map_of_backbone(mesh: str) -> keras.distribution.LayoutMap:
@@ -275,6 +297,7 @@ MODELS = {
     "gpt2": gpt2,
     "grouped_query": grouped_query,
     "counted_heads": counted_heads,
+    **{kind: functools.partial(experts, kind) for kind in EXPERTS},
     "vit": vit,
     "recurrent": recurrent,
     "resnet": resnet,
@@ -293,7 +316,7 @@ def data(model: str) -> tuple[Any, Any]:
     if model in ("attention", "language_model", "uneven_vocabulary", "large_vocabulary", "tied", "three_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
-    if model in ("gpt2", "grouped_query", "counted_heads"):
+    if model in ("gpt2", "grouped_query", "counted_heads", *EXPERTS):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return {"token_ids": tokens[:, :-1], "padding_mask": np.ones_like(tokens[:, 1:])}, tokens[:, 1:]
     if model == "recurrent":

@@ -6,6 +6,7 @@ from tests.integration.scripts import divided_models
 from tests.training.model.test_keras_hub import gpt2, llama
 from tfpar.config import ConfigError
 from tfpar.parallel.tensor.layout import find_layout
+from tfpar.parallel.tensor.ways import weight_of
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 
 import keras
@@ -23,7 +24,7 @@ def ways(layouts) -> dict[str, str]:
 
 def splits(layouts) -> dict[str, int]:
     return {
-        getattr(layer, name).path: split.axis
+        weight_of(layer, name).path: split.axis
         for layer, layout in layouts.values()
         for name, split in layout.splits.items()
     }
@@ -62,6 +63,24 @@ def test_feed_forward_layers_of_other_names_are_divided(backbone, sizes, pair):
     if hasattr(backbone, "get_layout_map"):
         asked = splits(find_weight_layout(model, 2, backbone.get_layout_map(mesh())))
         assert {"decoder_block_0/ffw_gating_2/kernel", "decoder_block_0/ffw_linear/kernel"} <= asked.keys()
+
+
+def experts(kind: str, **options: int) -> keras.Model:
+    sizes = {"num_query_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "top_k": 2, **SIZES, **options}
+    return getattr(keras_hub.models, kind)(**sizes)
+
+
+def test_weights_of_experts_are_divided_together():
+    """Also if a layout names another dim; a bias follows."""
+    model = experts("GptOssBackbone")
+    found = find_weight_layout(model, 2, {"experts/(gate_up|down)_proj$": 2})
+    assert {path.rpartition("/")[2]: axis for path, axis in splits(found).items()} == {
+        "gate_up_proj": 2,
+        "gate_up_proj_bias": 1,
+        "down_proj": 1,
+    }
+    with pytest.raises(ConfigError, match=r"gate_up_proj can only be divided together with .*down_proj"):
+        find_weight_layout(model, 2, {"experts/gate_up_proj$": 2})
 
 
 class NormBetween(keras.layers.Layer):

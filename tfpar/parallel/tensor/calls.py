@@ -14,9 +14,11 @@ from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import model_split_of
 from tfpar.parallel.tensor.attention import ATTENDED, MASK, mask_of_own_heads, with_own_heads
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
+from tfpar.parallel.tensor.experts import call_experts
 from tfpar.parallel.tensor.obstacles import check_call, reading_parts
 from tfpar.parallel.tensor.ways import (
     COLUMN,
+    EXPERTS,
     GATHER,
     HEADS,
     OWN_NUMBERS,
@@ -264,6 +266,7 @@ _CALLS: dict[str, Callable[..., Any]] = {  # those of GATHER and VOCABULARY take
     ROW: _row,
     GATHER: _gathered,
     HEADS: _heads,
+    EXPERTS: call_experts,
     VOCABULARY: _vocabulary,
     OWN_NUMBERS: _own_numbers,
     POSITIONS: _positions,  # takes its edges first

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from tfpar.optim import keras_internals
+from tfpar.parallel.tensor.experts import is_of_keras_hub
 from tfpar.parallel.tensor.ways import COLUMN, ROW
 
 import keras
@@ -31,8 +32,3 @@ def ways_of_feed_forward(layer: keras.layers.Layer) -> dict[keras.layers.Layer, 
     inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
     ways = {child: way for child in inner for pattern, way in _NAMES if pattern.search(child.name)}
     return ways if {*ways.values()} == {COLUMN, ROW} else {}  # the router of experts alone has such a name, too
-
-
-def is_of_keras_hub(layer: keras.layers.Layer) -> bool:
-    """Whether the class of a layer, which is no model, is keras-hub's own."""
-    return type(layer).__module__.partition(".")[0] == "keras_hub" and not isinstance(layer, keras.Model)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of, parse_way, weight_of
+from tfpar.parallel.tensor.experts import units_of
+from tfpar.parallel.tensor.ways import COLUMN, EXPERTS, ROW, layout_of, parse_way, weight_of
 
 import keras
 
@@ -106,6 +107,8 @@ class Indivisible:
 def _count(layer: keras.layers.Layer, way: str) -> Count | None:
     """Returns the heads or units of a layer; None if it is divided by neither, or is not divisible at any size."""
     kind, groups, heads = parse_way(way)
+    if kind == EXPERTS:
+        return Count(layer.name, units_of(layer), "units") if units_of(layer) else None
     if kind not in (COLUMN, ROW):
         return None
     if heads:

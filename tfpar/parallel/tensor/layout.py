@@ -2,7 +2,7 @@
 
 `find_layout` applies the user's regular expressions on paths of layers, and then recognises: attention, divided by
 heads; layers that declare their layout in `tensor_layout()`, as tfpar's blocks do; the feed-forward pairs of keras-hub
-and of chains of Dense layers; embeddings; other Dense layers, and convolutions, that are large.
+and of chains of Dense layers; keras-hub's experts; embeddings; other Dense layers, and convolutions, that are large.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.tensor.attention import obstacle_of, ways_of_attention
+from tfpar.parallel.tensor.experts import experts_in, routers_in
 from tfpar.parallel.tensor.feed_forward import ways_of_feed_forward
 from tfpar.parallel.tensor.indivisible import Indivisible
 from tfpar.parallel.tensor.obstacles import obstacles_in, obstacles_of, places_of
 from tfpar.parallel.tensor.ways import (
     COLUMN,
+    EXPERTS,
     GATHER,
     HEADS,
     OWN_NUMBERS,
@@ -36,8 +38,10 @@ from tfpar.parallel.tensor.ways import (
 
 import keras
 
-# Below this many elements, gathering costs more than it saves.
+# Below this many elements, or outputs of a Dense layer, gathering costs more than it saves: the gradient of the inputs
+# is summed, however few outputs there are.
 _LARGE = 1 << 12
+_MANY_OUTPUTS = 64
 _LARGE_CONVOLUTION = 1 << 16  # the same for convolutions, whose outputs are larger
 _LOOPED = "calls in the loop of a recurrent layer, in which devices cannot communicate"
 # Elementwise layers that may be between two Dense layers.
@@ -113,6 +117,7 @@ class Finder:
         }
         self._asked: set[int] = set()
         self._by_heads: set[int] = set()
+        self._routers: set[int] = set()
 
     def take_rules(self, rules: Mapping[str, str]) -> None:
         """Divides the layers that rules match; if several rules match a layer, the first one applies."""
@@ -200,6 +205,9 @@ class Finder:
             self._take_unasked(layer, VOCABULARY)
         if ways := ways_of_feed_forward(layer):
             self._take_all(layer, ways)
+        for experts in experts_in(layer):
+            self._take_all(experts, {experts: EXPERTS})
+            self._routers |= {id(router) for router in routers_in(layer, experts)}
 
     def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
         """Divides consecutive Dense layers alternately by columns and by rows; the last of an odd number stays whole.
@@ -228,8 +236,7 @@ class Finder:
     def take_large(self) -> None:
         """Divides the remaining large Dense layers and convolutions, and gathers their outputs."""
         for layer in self.layers:
-            least = _LARGE if type(layer) is keras.layers.Dense else _LARGE_CONVOLUTION
-            if can_gather(layer) and math.prod(weight_of(layer, "kernel").shape) >= least:
+            if can_gather(layer) and id(layer) not in self._routers and _is_large(layer):
                 self._take_unasked(layer, GATHER)
 
     def _take_all(self, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str]) -> bool:
@@ -350,6 +357,13 @@ def _dense_chains(model: keras.Model, places: Mapping[int, int]) -> list[list[ke
         operations = [nodes[each].operation for each in chain]
         chains.append([each for each in operations if isinstance(each, (keras.layers.Dense, keras.layers.Dropout))])
     return chains
+
+
+def _is_large(layer: keras.layers.Layer) -> bool:
+    kernel = weight_of(layer, "kernel").shape
+    if type(layer) is not keras.layers.Dense:
+        return math.prod(kernel) >= _LARGE_CONVOLUTION
+    return math.prod(kernel) >= _LARGE and kernel[-1] >= _MANY_OUTPUTS
 
 
 def _elementwise(layer: keras.layers.Layer, places: Mapping[int, int]) -> bool:

@@ -76,9 +76,9 @@ def has_gradient_in_parts(variable: keras.Variable) -> bool:
 
 
 def mark_gradients_in_parts(layouts: Layouts) -> None:
-    """Marks the whole weights of whose gradients each device computes a part: factors of adapters, and weights that all
-    heads of attention share."""
-    factors = [getattr(layer, name) for layer, layout in layouts.values() for name in layout.in_parts]
+    """Marks the whole weights of whose gradients each device computes a part: factors of adapters, biases of experts,
+    and weights that all heads of attention share."""
+    factors = [weight_of(layer, name) for layer, layout in layouts.values() for name in layout.in_parts]
     for variable in (*factors, *weights_of_all_heads(layouts)):
         vars(variable)[_ATTRIBUTE] = True
 

@@ -6,6 +6,7 @@
 | `row` | Dense, EinsumDense | some inputs, which the previous layer left divided | output, summed |
 | `gather` | Dense, Conv1D to 3D | some outputs, or channels | outputs, gathered; gradient of the input, summed |
 | `heads` | attention | some heads | gradient of the inputs, summed |
+| `experts` | keras-hub's experts | some hidden units of every expert | sum of experts, summed; gradients, summed |
 | `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
 | `whole` | all others | all | nothing |
 """
@@ -17,12 +18,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar.parallel.division import Split
+from tfpar.parallel.tensor.experts import splits_of_experts
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
+COLUMN, ROW, GATHER, HEADS, EXPERTS, VOCABULARY, WHOLE = WAYS = (
+    *("column", "row", "gather", "heads", "experts", "vocabulary", "whole"),
+)
 OWN_NUMBERS = "own_numbers"  # dropout on divided values: devices must not draw the same mask for different units
 POSITIONS = "positions"  # a block, see `positions.py`
 
@@ -84,15 +88,18 @@ def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | N
         if getattr(layer, "reverse_embeddings", None) is not None:  # a head with its own table
             tables["reverse_embeddings"] = Split.padded(1, size, rows)
         return _with_adapters(layer, LayerLayout(way, tables))
+    if way == EXPERTS:
+        found = splits_of_experts(layer, size)
+        return None if found is None else LayerLayout(way, found[0], in_parts=found[1])
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
     splits = makers[way](layer, size, groups) if way in makers else None
     return None if splits is None else _with_adapters(layer, LayerLayout(way, splits))
 
 
 def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable:
-    """Returns a variable of a layer, of which the attribute with this name is the sum with the adapters, if it has
-    some."""
-    if not getattr(layer, "lora_enabled", False):
+    """Returns a variable of a layer: that of the attribute with this name, which is the sum with the adapters if the
+    layer has some, or else of the variable with this name."""
+    if not getattr(layer, "lora_enabled", False) and hasattr(layer, name):
         return getattr(layer, name)
     return next(weight for weight in layer.weights if weight.name == name)
 

@@ -18,7 +18,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel.tensor.layout import Finder, some
-from tfpar.parallel.tensor.ways import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of, weight_of
+from tfpar.parallel.tensor.ways import COLUMN, EXPERTS, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of, weight_of
 from tfpar.process.listing import listed
 
 import keras
@@ -211,7 +211,8 @@ def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request
         id(variable): variable
         for key in group
         for name in layouts[key][1].splits
-        if name in ("kernel", "embeddings") and (variable := weight_of(layouts[key][0], name)) is not None
+        if (name in ("kernel", "embeddings") or (layouts[key][1].way == EXPERTS and not name.endswith("bias")))
+        and (variable := weight_of(layouts[key][0], name)) is not None
     }
     asked = [key for key in kernels if key in wanted and wanted[key].dim is not None]
     if kernels and len(asked) == len(kernels):
