@@ -231,7 +231,7 @@ def test_positions_that_cannot_be_divided_are_refused(model, message):
 
 @pytest.mark.proof
 @pytest.mark.parametrize("mesh", ["model:2", "model:4", "data:2,model:2"])
-@pytest.mark.parametrize("model", ["gpt2", "grouped_query", "counted_heads"])
+@pytest.mark.parametrize("model", ["gpt2", "grouped_query", "counted_heads", "multi_query"])
 def test_thirty_steps_of_keras_hub(model, mesh):
     """With an uneven vocabulary, and with the layout of the backbone."""
     trainer = divided.here("mirrored", mesh, 4 if "data" in mesh else int(mesh[-1]), model=model)

@@ -113,7 +113,7 @@ def grouped_query() -> keras.Model:
     return keras_hub.models.LlamaCausalLM(backbone)
 
 
-def counted_heads() -> keras.Model:
+def counted_heads(of_keys: int = 2) -> keras.Model:
     """Attention that reads its numbers of heads from attributes, also for its scale, and norms that all heads share."""
     import keras_hub
 
@@ -122,7 +122,7 @@ def counted_heads() -> keras.Model:
         image_size=None,
         num_layers=2,
         num_query_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=of_keys,
         hidden_dim=16,
         intermediate_dim=32,
         head_dim=8,
@@ -298,6 +298,7 @@ MODELS = {
     "grouped_query": grouped_query,
     "counted_heads": counted_heads,
     **{kind: functools.partial(experts, kind) for kind in EXPERTS},
+    "multi_query": functools.partial(counted_heads, 1),
     "vit": vit,
     "recurrent": recurrent,
     "resnet": resnet,
@@ -316,7 +317,7 @@ def data(model: str) -> tuple[Any, Any]:
     if model in ("attention", "language_model", "uneven_vocabulary", "large_vocabulary", "tied", "three_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
-    if model in ("gpt2", "grouped_query", "counted_heads", *EXPERTS):
+    if model in ("gpt2", "grouped_query", "counted_heads", "multi_query", *EXPERTS):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return {"token_ids": tokens[:, :-1], "padding_mask": np.ones_like(tokens[:, 1:])}, tokens[:, 1:]
     if model == "recurrent":

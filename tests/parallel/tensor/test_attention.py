@@ -37,12 +37,26 @@ def xlnet() -> keras.Model:
     return keras_hub.models.XLNetBackbone(**SIZES, num_heads=6)
 
 
-def test_numbers_of_heads_in_attributes():
-    """Gemma 3 reads them in `call`, also for its scale. Norms of heads get the gradients of all heads, and the input,
-    `x`, those of all devices."""
-    layer = gemma3(query_head_dim_normalize=False, use_query_key_norm=True).get_layer("decoder_block_0").attention
+def attention_of_gemma(heads_of_keys: int) -> keras.layers.Layer:
+    options = {"num_key_value_heads": heads_of_keys, "query_head_dim_normalize": False, "use_query_key_norm": True}
+    return gemma3(**options).get_layer("decoder_block_0").attention
+
+
+def attention_of_llama(heads_of_keys: int) -> keras.layers.Layer:
+    """It repeats each head of keys and values for the queries that share it."""
+    model = keras_hub.models.LlamaBackbone(**SIZES, num_query_heads=6, num_key_value_heads=heads_of_keys)
+    return model.get_layer("transformer_layer_0")._self_attention_layer
+
+
+@pytest.mark.parametrize(
+    ("attention", "heads_of_keys"), [(attention_of_gemma, 3), (attention_of_gemma, 1), (attention_of_llama, 1)]
+)
+def test_numbers_of_heads_in_attributes(attention, heads_of_keys):
+    """Gemma 3 reads them in `call`, also for its scale. Norms of heads get the gradients of all heads, and so do the
+    projections of the only head of keys and values; the input, `x`, gets those of all devices."""
+    layer = attention(heads_of_keys)
     generator = np.random.default_rng(0)
-    values = [generator.normal(size=each.shape).astype(np.float32) for each in layer.trainable_variables]
+    values = [generator.normal(scale=0.5, size=each.shape).astype(np.float32) for each in layer.trainable_variables]
     x, upstream = (generator.normal(size=(2, 5, 24)).astype(np.float32) for _ in range(2))
     inputs = keras.Input((5, 24))
     mask = np.tril(np.ones((1, 5, 5), bool))
@@ -74,7 +88,11 @@ def test_numbers_of_heads_in_attributes():
         assert has_gradient_in_parts(variable) == (id(variable) not in splits)
         whole = splits[id(variable)].joined(parts) if id(variable) in splits else sum(parts)
         np.testing.assert_allclose(whole, of_weights[number], rtol=1e-4, atol=1e-5, err_msg=variable.path)
-    assert (layer.num_query_heads, layer.num_key_value_heads, layer.hidden_dim) == (6, 3, 24)
+    divided = {each.path.rpartition("/")[0].rpartition("/")[2] for each in layer.variables if id(each) in splits}
+    assert divided == {"query", "attention_output"} | ({"key", "value"} if heads_of_keys > 1 else set())
+    assert (layer.num_query_heads, layer.num_key_value_heads) == (6, heads_of_keys)
+    assert getattr(layer, "hidden_dim", 24) == 24
+    assert layer.num_key_value_groups == 6 // heads_of_keys
 
 
 @pytest.mark.parametrize(

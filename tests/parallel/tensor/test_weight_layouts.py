@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 from tests.integration.scripts import divided_models
 from tests.training.model.test_keras_hub import gpt2, llama
 from tfpar.config import ConfigError
@@ -63,6 +66,18 @@ def test_feed_forward_layers_of_other_names_are_divided(backbone, sizes, pair):
     if hasattr(backbone, "get_layout_map"):
         asked = splits(find_weight_layout(model, 2, backbone.get_layout_map(mesh())))
         assert {"decoder_block_0/ffw_gating_2/kernel", "decoder_block_0/ffw_linear/kernel"} <= asked.keys()
+
+
+def test_a_map_that_names_the_only_head_of_keys(caplog):
+    """It stays whole: all heads of queries read it."""
+    caplog.set_level(logging.INFO, "tfpar")
+    backbone = keras_hub.models.GemmaBackbone
+    model = backbone(**SIZES, **{**GEMMA, "num_key_value_heads": 1})
+    found = find_weight_layout(model, 2, backbone.get_layout_map(mesh()))
+    assert ways(found) == ways(find_layout(model, 2))
+    assert splits(found)["decoder_block_0/attention/query/kernel"] == 0
+    assert "decoder_block_0/attention/key/kernel" not in splits(found)
+    assert re.search("whole, because all heads share them: .*decoder_block_0/attention/key/kernel", caplog.text)
 
 
 def experts(kind: str, **options: int) -> keras.Model:

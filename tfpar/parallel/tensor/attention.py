@@ -2,6 +2,7 @@
 
 The projections of Keras' and keras-hub's attention are EinsumDense layers, whose outputs have a dimension of heads.
 Most attention reads the number of heads from its tensors; some, such as Gemma's, from attributes, see `with_own_heads`.
+If all queries share one head of keys and values, its projections stay whole, and every device computes them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _COMMON = (
 _MASK_OF_HEADS = 4  # number of dims of such a mask
 # Attributes with a number of heads, or with the width that all heads have together.
 _OF_ALL_HEADS = re.compile(r"_?(num_(\w+_)?heads|hidden_dim)")
+# The number of queries' heads for each head of keys, which differs by device only where there is one head of keys.
+_FOR_EACH_KEY = re.compile(r"_?num_(key_value_groups|repeats)")
+_HEADS_OF_KEYS = ("num_key_value_heads", "_num_key_value_heads")
 
 
 def ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
@@ -40,7 +44,8 @@ def ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str
     children = {child.name: child for child in inner}
     if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _PROJECTIONS):
         return {}
-    projections = {children[name]: COLUMN for name in (*_PROJECTIONS[:-1], "gate") if name in children}
+    divided = ("query", "gate") if _has_one_head_of_keys(layer) else (*_PROJECTIONS[:-1], "gate")
+    projections = {children[name]: COLUMN for name in divided if name in children}
     masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
     return {**projections, children[_PROJECTIONS[-1]]: ROW, layer: HEADS, **masked}
 
@@ -62,7 +67,8 @@ def obstacle_of(layer: keras.layers.Layer) -> str:
 
 
 def weights_of_all_heads(layouts: Layouts) -> list[keras.Variable]:
-    """The weights that all heads of divided attention share, such as those of norms of queries and keys."""
+    """The weights that all heads of divided attention share, such as those of norms of queries and keys, or of the only
+    head of keys and values."""
     attention = [layer for layer, layout in layouts.values() if layout.way == HEADS]
     others = [child for layer in attention for child in _children(layer) if id(child) not in layouts]
     return [weight for child in others for weight in child.trainable_variables]
@@ -80,10 +86,11 @@ def with_own_heads(layer: keras.layers.Layer, devices: int) -> Iterator[None]:
       devices: Number of devices on the model axis.
     """
     attributes = vars(layer)  # past Keras' `__setattr__`
+    names = (_OF_ALL_HEADS, _FOR_EACH_KEY) if _has_one_head_of_keys(layer) else (_OF_ALL_HEADS,)
     whole = {
         name: value
         for name, value in attributes.items()
-        if type(value) is int and _OF_ALL_HEADS.fullmatch(name) and value % devices == 0
+        if type(value) is int and any(each.fullmatch(name) for each in names) and value % devices == 0
     }
     # Gemma scales queries by `hidden_dim // num_query_heads`, which stays as it is.
     attributes.update({name: value // devices for name, value in whole.items()})
@@ -108,6 +115,10 @@ def mask_of_own_heads(layer: keras.layers.Layer, mask: Any, rank: int, devices: 
         return mask
     own = weight_of(query, "kernel").shape[1]
     return mask[:, rank * own : (rank + 1) * own] if mask.shape[1] == own * devices else mask
+
+
+def _has_one_head_of_keys(layer: keras.layers.Layer) -> bool:
+    return any(vars(layer).get(name) == 1 for name in _HEADS_OF_KEYS)
 
 
 def _is_same_for_all_heads(child: keras.layers.Layer, attention: keras.layers.Layer) -> bool:

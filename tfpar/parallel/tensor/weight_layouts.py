@@ -17,6 +17,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
+from tfpar.parallel.tensor.attention import weights_of_all_heads
 from tfpar.parallel.tensor.layout import Finder, some
 from tfpar.parallel.tensor.ways import COLUMN, EXPERTS, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of, weight_of
 from tfpar.process.listing import listed
@@ -70,9 +71,12 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
     found: Layouts = {}
     for group in _groups(finder):
         found |= _group(finder.found, group, wanted)
+    shared = {id(weight) for weight in weights_of_all_heads(found)}  # keras-hub's maps name the only head of keys, too
     for layer in finder.every:
-        if id(layer) not in found:
+        if id(layer) not in found and shared.isdisjoint(map(id, keras_internals.weights_made_to_learn(layer))):
             found |= _by_itself(layer, finder, wanted)
+    if whole := [request.path for key, request in wanted.items() if key in shared and request.dim is not None]:
+        _log.info("layout: whole, because all heads share them: %s", listed(whole, 3, "; "))
     elsewhere = [
         f"{request.path} along dim {split.axis}, not {request.dim}"
         for layer, layout in found.values()
