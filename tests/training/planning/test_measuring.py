@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import warnings
 
 from tfpar.parallel.planner.machine import OPS, PROGRAM, STAGES, Point, Rates
 from tfpar.process.cores import cores
@@ -134,6 +135,12 @@ def test_memory_of_a_share_is_that_of_a_program_which_is_only_compiled(model, ti
     for others in ({"share": 8}, {"reports": False}):
         measured(model, dataclasses.replace(limits, **others))
     assert compiled == [24]
+
+
+def test_a_program_is_compiled_without_warnings(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measuring._compile(measuring._step(model, PROGRAM), model, 2, 8)
 
 
 def test_tracing_and_compiling_do_not_count(monkeypatch):

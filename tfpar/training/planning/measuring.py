@@ -203,7 +203,9 @@ def _timed_passes(
 def _compile(step: Any, model: keras.Model, examples: int, length: int) -> None:
     """Compiles a pass of so many examples, without running it."""
     program = step.experimental_get_compiler_ir(*_arguments(model, examples, length))
-    program(stage="optimized_hlo_serialized", device_name="/device:CPU:0")
+    # Without its argument `device_name`, of which TensorFlow 2.21 warns, it takes the device of new operations.
+    with tf.device("CPU:0"):
+        program(stage="optimized_hlo_serialized")
 
 
 def _step(model: keras.Model, way: str) -> Callable[..., Any]:
