@@ -164,7 +164,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["GiB", "-1G", "0", "4 apples"])
+@pytest.mark.parametrize("text", ["GiB", "-1G", "0", "0.5", "1e999", "4 apples"])
 def test_no_sizes(text):
     with pytest.raises(ConfigError, match="--device_memory"):
         parse_size(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -177,14 +178,15 @@ def parse_size(text: str, flag: str = "--device_memory") -> int:
       flag: The flag that the text is from; named in errors.
 
     Raises:
-      ConfigError: The text is not a size.
+      ConfigError: The text is not a size, or the size is less than a byte or infinite.
     """
     if not text:
         return 0
     match = _SIZE.fullmatch(text.strip())
-    if not match or not float(match[1]):
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 1 <= size < math.inf:
         raise ConfigError(f"{flag}={text} is not a size. Write a number with a unit, such as {flag}=16GiB or 500MiB.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(size)
 
 
 def parse_link(text: str, flag: str, latency: float) -> Link:
