@@ -16,8 +16,9 @@ MB = 1_000_000
 ROOMY = Machine(flops=1e12, memory_bandwidth=1e30, within=FREE, between=FREE)
 
 
-def stack(blocks: int = 8, *, weight: int = 4 * MB, sizes: tuple[int, ...] = (1, 2, 4)) -> ModelCosts:
-    """Equal blocks, each of 1 GFLOP, 10 MB of activations and 4 MB of weights, of which a model axis divides all."""
+def stack(blocks: int = 8, *, weight: int = 4 * MB, state: int = 2, sizes: tuple[int, ...] = (1, 2, 4)) -> ModelCosts:
+    """Equal blocks, each of 1 GFLOP, 10 MB of activations and 4 MB of weights, of which a model axis divides all.
+    State takes so many times the bytes of weights."""
 
     def layers(size: int) -> tuple[LayerCost, ...]:
         return tuple(
@@ -31,7 +32,7 @@ def stack(blocks: int = 8, *, weight: int = 4 * MB, sizes: tuple[int, ...] = (1,
                 gathers=True,
                 sums=(MB, MB) if size > 1 else (),
                 forward_sums=(MB,) if size > 1 else (),
-                weights=(Weight(index=number, size=weight // size, divided=size > 1),),
+                weights=(Weight(index=number, size=weight // size, state=state * weight // size, divided=size > 1),),
             )
             for number in range(blocks)
         )
@@ -43,7 +44,7 @@ def stack(blocks: int = 8, *, weight: int = 4 * MB, sizes: tuple[int, ...] = (1,
 
 
 def question(machine: Machine = ROOMY, **changes) -> Question:
-    options = {"model": stack(), "batch": 16, "state_per_weight": 8, "recomputes": ("none",), "shards": ("none",)}
+    options = {"model": stack(), "batch": 16, "recomputes": ("none",), "shards": ("none",)}
     return Question(**{**options, "machine": machine, **changes})
 
 

@@ -84,7 +84,7 @@ def test_activations_are_freed_before_the_update():
 
 
 def test_only_the_sums_of_micro_batches_are_left_for_the_update():
-    asked = question(on(2), compiles_update=False, state_per_weight=40, compiled=False)
+    asked = question(on(2), model=stack(state=10), compiles_update=False, compiled=False)
     memory = predict_plan(asked, plan(data=2, micro_batches=8)).memory
     assert memory.accumulated == memory.summed == 32 * MB
     assert memory.update > memory.accumulated + memory.activations
@@ -92,7 +92,7 @@ def test_only_the_sums_of_micro_batches_are_left_for_the_update():
 
 
 def test_an_update_has_the_sums_of_shards():
-    asked = question(on(4), compiles_update=False, state_per_weight=80)
+    asked = question(on(4), model=stack(state=20), compiles_update=False)
     memory = predict_plan(asked, plan(data=2, pipeline=2, shard="gradients", micro_batches=8)).memory
     assert memory.update > memory.accumulated + memory.activations
     assert memory.parts["gradients"] == memory.accumulated == memory.gradients // 2

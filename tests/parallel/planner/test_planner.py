@@ -85,10 +85,9 @@ def test_a_thousand_devices_on_paper():
             "kept_gathered": 4.0 * length * width,
             "gathers": True,
         }
-        weight = 48 * width**2 // size
+        weight = {"size": 48 * width**2 // size, "state": 96 * width**2 // size, "divided": size > 1}
         return tuple(
-            LayerCost(name=f"block{n}", **block, sums=sums, weights=(Weight(index=n, size=weight, divided=size > 1),))
-            for n in range(blocks)
+            LayerCost(name=f"block{n}", **block, sums=sums, weights=(Weight(index=n, **weight),)) for n in range(blocks)
         )
 
     sizes = (1, 2, 4, 8)

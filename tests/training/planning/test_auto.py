@@ -63,6 +63,35 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
         trained(mesh="data:2", device_memory=TOO_LITTLE_FOR_A_REPLICA)
 
 
+class Subclassed(keras.Model):
+    """No inputs are known before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+
+def test_memory_that_cannot_be_predicted_is_not_asked_for():
+    def build() -> keras.Model:
+        model = Subclassed()
+        model(keras.Input((12,)))
+        return model
+
+    given = config(mesh="data:2", device_memory="16GiB")
+    with pytest.raises(ConfigError, match=r"^--device_memory: model .* or leave out --device_memory\."):
+        auto.check_memory(given, auto.Subject(build=build))
+
+
+def test_any_size_of_the_model_axis_can_be_checked():
+    """Larger ones than a plan considers, too."""
+    subject = auto.Subject(build=divided_models.dense)
+    with pytest.raises(ConfigError, match=r"--device_memory=5.0 KiB: --mesh=data:1,model:32 needs"):
+        auto.check_memory(config(mesh="model:32", devices=32, device_memory="5KiB"), subject)
+
+
 def test_weights_that_are_not_decayed_are_those_of_the_model():
     """Not of the weight with which the optimizer is counted and timed, a kernel."""
     options = config(mesh="auto", device_memory="1GiB", weight_decay=0.1, weight_decay_exclude="kernel")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 
 from tests.integration.scripts import divided, divided_models
 from tfpar import models
@@ -13,14 +15,18 @@ from tfpar.parallel.mesh import parse_mesh
 from tfpar.parallel.planner.costs import distinct
 from tfpar.parallel.planner.machine import OPS, Machine, Point, Rates
 from tfpar.parallel.planner.plan import Plan
-from tfpar.parallel.planner.search import predict_plan
+from tfpar.parallel.planner.search import predict_plan, search
+from tfpar.training.model.adapting import adapt_model
+from tfpar.training.model.recompute import recompute_activations
+from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.planning.counting import count_model
-from tfpar.training.planning.facts import Facts
+from tfpar.training.planning.facts import Facts, find_facts
 from tfpar.training.planning.measuring import Measured
 from tfpar.training.planning.question import question_of
 
 import keras
 import pytest
+import tensorflow as tf
 
 FLAGS = {"elementwise": True, "in_groups": True, "compiled": False, "compiles_update": True}
 
@@ -95,8 +101,10 @@ def test_a_model_with_a_call_of_its_own_is_not_cut():
 
     model = Own()
     model(keras.Input((4,)))
-    with pytest.raises(ConfigError, match=r"has no symbolic inputs"):
+    with pytest.raises(ConfigError, match=r"--mesh=auto: model .* has no symbolic inputs.* name a mesh"):
         count_model(model, [])
+    with pytest.raises(ConfigError, match=r"--device_memory: model .* has no symbolic inputs.* leave out --device_mem"):
+        count_model(model, [], option="--device_memory")
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -117,6 +125,26 @@ def test_the_reason_is_what_keras_says_below_its_head_line(monkeypatch):
     assert count_model(model, [2]).undivided[2].endswith("is divided in this way (no such axis).")
 
 
+def test_divided_layers_may_read_tensors_of_unknown_length():
+    x, mask = keras.Input((4, 64)), keras.Input((4,), dtype="bool")
+    kept = keras.layers.Lambda(lambda both: tf.boolean_mask(*both), output_shape=(64,))([x, mask])
+    costs = count_model(keras.Model([x, mask], keras.layers.Dense(128)(kept)), [2])
+    assert costs.undivided == {}
+    assert any(weight.divided for layer in costs.layers[2] for weight in layer.weights)
+
+
+def test_mistakes_in_a_layout_are_raised():
+    """Other layouts may fit some sizes of the axis."""
+    x = keras.Input((4, 8))
+    model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
+    for layout, said in (({"(": "gather"}, "is not a regular expression"), ({"gone": "gather"}, "matches no layer")):
+        with pytest.raises(ConfigError, match=said):
+            count_model(model, [2], layout)
+    costs = count_model(model, [2, 3], {"attention": "heads"})
+    assert [*costs.layers] == [1, 2]
+    assert "3 devices cannot divide" in costs.undivided[3]
+
+
 def test_what_cannot_be_divided_is_named():
     small = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     assert "no layer that can be divided over 2 devices" in count_model(small, [2]).undivided[2]
@@ -124,29 +152,35 @@ def test_what_cannot_be_divided_is_named():
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_facts_travel_between_processes(counted, name):
-    facts = Facts(costs=counted[name][1], state_per_weight=8, **FLAGS)
+    facts = Facts(costs=counted[name][1], **FLAGS)
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
     rates = Rates(passes={OPS: [Point(1, 1e-9), Point(4, 2e-9, 4e-9)]}, updates={OPS: 1e10}, adding=1e9)
     measured = dataclasses.replace(facts, measured=Measured(rates, {1: 0.7}))
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(measured)))) == measured
 
 
+@functools.cache
+def facts_with(optimizer: str) -> Facts:
+    config = ExperimentConfig.from_flat_dict({**divided.COMMON, "optimizer": optimizer})
+    return find_facts(divided_models.MODELS["language_model"], config, [2])
+
+
 @pytest.mark.parametrize(
     ("mesh", "devices", "options"),
     [
-        ("pipeline:2", 2, {"accumulate_steps": 2}),
+        ("pipeline:2", 2, {"optimizer": "muon", "accumulate_steps": 2}),
         ("pipeline:2,model:2", 4, {"accumulate_steps": 2}),
         ("data:2,model:2", 4, {"local_steps": 5}),
         ("model:2", 2, {"local_steps": 5, "outer_optimizer": "adam"}),
         ("pipeline:2", 2, {"accumulate_steps": 2, "local_steps": 5, "outer_optimizer": "sgd"}),
     ],
 )
-def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, options):
+def test_predicted_bytes_are_those_that_devices_hold(mesh, devices, options):
     """Weights, and the optimizer's state to a few scalars; with local steps, those of the outer optimizer too."""
     options = {"optimizer": "adamw", **options}
     trainer = divided.made_here("mirrored", mesh, devices, model="language_model", **options)
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options, "mesh": mesh})
-    facts = Facts(costs=counted["language_model"][1], state_per_weight=8, **FLAGS)
+    facts = facts_with(options["optimizer"])
     plan = Plan(
         mesh=parse_mesh(mesh, workers=1, devices=devices),
         micro_batches=config.train.accumulate_steps,
@@ -158,6 +192,63 @@ def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, opt
     assert _fullest([*trainer.optimizer.variables, *outer]) == pytest.approx(memory.state, abs=64)
 
 
+@pytest.mark.parametrize("options", [{"lora": "2"}, {"trainable": "second"}])
+def test_only_what_is_trained_counts_as_trained(options):
+    """A given model stays as it is."""
+    config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options})
+    model = divided_models.dense()
+    before = len(model.weights), len(model.trainable_variables)
+    costs = find_facts(model, config, []).costs
+    assert (len(model.weights), len(model.trainable_variables)) == before
+    adapt_model(model, config.train)
+    trained = [weight for weight in distinct(costs.whole) if weight.trainable]
+    sizes = [4 * math.prod(weight.shape) for weight in model.trainable_variables]
+    assert sorted(weight.size for weight in trained) == sorted(sizes)
+    assert sum(weight.state for weight in distinct(costs.whole)) == 2 * sum(sizes)
+
+
+def test_norms_that_an_optimizer_clips_by_are_known():
+    spec = OptimizerSpec(keras.optimizers.AdamW(clipnorm=1.0), True)
+    config = ExperimentConfig.from_flat_dict(divided.COMMON)
+    assert find_facts(divided_models.dense, config, [], optimizer=spec).clips_norms
+    assert not facts_with("adamw").clips_norms
+
+
+@pytest.mark.parametrize(
+    ("build", "where", "reason"),
+    [
+        (
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)]),
+            "blocks",
+            "no graph",
+        ),
+        (lambda: divided_models.batch_statistics(synchronized=True), "blocks", "synchronises batch statistics"),
+        (divided_models.dense, "gone", "matches no layer"),
+    ],
+)
+def test_recompute_that_a_run_refuses_is_not_planned(build, where, reason):
+    config = ExperimentConfig.from_flat_dict({**divided.COMMON, "recompute": where})
+    facts = find_facts(build, config, [])
+    assert reason in facts.costs.kept_whole
+    with pytest.raises(ConfigError, match=reason):
+        recompute_activations(build(), where)
+    with pytest.raises(ConfigError, match=rf"A run would refuse all of them.*{reason}"):
+        _ = search(question_of(config, facts, Machine())).best
+
+
+def test_activations_are_those_of_the_layers_that_are_computed_again():
+    blocks = [
+        keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, "gelu", name="dense")], name=f"block{n}")
+        for n in (0, 1)
+    ]
+    x = keras.Input((16,))
+    model = keras.Model(x, keras.layers.Dense(3)(blocks[1](keras.layers.Dense(16)(blocks[0](x)))))
+    costs = count_model(model, [], recomputing="block0/")
+    assert costs.kept_whole == ""
+    assert [layer.name for layer in costs.whole if layer.kept_recomputed < layer.kept] == ["block0/dense"]
+    assert [layer.name for layer in costs.whole if layer.recomputed] == ["block0/dense"]
+
+
 def test_plans_that_a_run_would_refuse(counted):
     """Fragments on a mesh of GPUs, whole tensors where nothing puts them together, shards of what is offloaded,
     and micro-batches in segments."""
@@ -165,7 +256,7 @@ def test_plans_that_a_run_would_refuse(counted):
 
     def refused(flags, device_type="CPU", devices=4, **options) -> list[str]:
         config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options})
-        facts = Facts(costs=counted["language_model"][1], state_per_weight=8, **FLAGS | flags)
+        facts = Facts(costs=counted["language_model"][1], **FLAGS | flags)
         machine = Machine(devices=devices, workers=4 // devices)
         question = question_of(config, facts, machine, device_type=device_type)
         return [mesh for mesh, plan in plans.items() if question.refusal(plan)]
@@ -197,7 +288,7 @@ def test_a_model_that_assigns_weights_is_counted_and_left_whole(width, refused):
     costs = count_model(model, [2])
     assert [layer.name for layer in costs.whole if layer.assigns] == [f"{model.name}/normed"]
     assert not any("call" in vars(layer) for layer in keras_internals.all_layers(model))
-    facts = Facts(costs=costs, state_per_weight=8, **FLAGS)
+    facts = Facts(costs=costs, **FLAGS)
     question = question_of(ExperimentConfig.from_flat_dict(divided.COMMON), facts, Machine(devices=4))
     plan = Plan(mesh=parse_mesh("data:4", workers=1, devices=4))
     assert question.refusal(plan) == ""

@@ -13,6 +13,7 @@ class Weight:
     Attributes:
       index: Identifies the variable; layers that share a variable have the same index.
       size: Bytes on a device.
+      state: Bytes of the optimizer's state for it on a device.
       trainable: Whether it is trained.
       divided: Whether this is a part.
       assigned: Whether the forward pass assigns it, although it is trained, as `SpectralNormalization` does.
@@ -20,6 +21,7 @@ class Weight:
 
     index: int
     size: int
+    state: int = 0
     trainable: bool = True
     divided: bool = False
     assigned: bool = False
@@ -33,8 +35,8 @@ class LayerCost:
       name: Path of the layer.
       flops: FLOPs per example of its matrix products and convolutions in the forward pass.
       kept: Bytes of activations per example that it keeps for the backward pass.
-      kept_recomputed: The same with `--recompute=blocks`, which computes activations again.
-      recomputed: Whether `--recompute=blocks` calls this layer again.
+      kept_recomputed: The same with `--recompute`, which computes activations again.
+      recomputed: Whether `--recompute` calls this layer again.
       kept_gathered: The same as `kept` with `--shard=weights`, which calls layers that gather weights again.
       gathers: Whether `--shard=weights` calls this layer again.
       sums: Bytes per example that each call sums or gathers over the model axis, for the calls of the forward pass and
@@ -74,6 +76,7 @@ class ModelCosts:
       bytes_per_value: Bytes of one value of the activations that are sent.
       undivided: For each other size of the model axis, the reason why the model cannot be divided over it.
       uncut: The reason why the model cannot be cut; empty if it can.
+      kept_whole: The reason why a run would refuse `--recompute` for the model; empty if it would not.
       example: Bytes of the inputs of an example.
     """
 
@@ -83,6 +86,7 @@ class ModelCosts:
     crossing: Sequence[int] = ()
     undivided: Mapping[int, str] = dataclasses.field(default_factory=dict)
     uncut: str = ""
+    kept_whole: str = ""
     example: int = 0
 
     @property
@@ -104,3 +108,8 @@ class ModelCosts:
 def distinct(layers: Sequence[LayerCost]) -> list[Weight]:
     """Returns the weights of layers, each once."""
     return list({weight.index: weight for layer in layers for weight in layer.weights}.values())
+
+
+def state_of(weights: Sequence[Weight]) -> int:
+    """Returns the bytes of the optimizer's state for weights; frozen ones have none."""
+    return sum(weight.state for weight in weights if weight.trainable)

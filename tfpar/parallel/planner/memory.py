@@ -33,7 +33,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfpar.parallel.planner.costs import Weight
+from tfpar.parallel.planner.costs import Weight, state_of
 from tfpar.parallel.planner.machine import OPS, PROGRAM, Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
@@ -48,7 +48,6 @@ def memory_of(
     plan: Plan,
     machine: Machine,
     examples: int,
-    state_per_weight: int,
     *,
     outer_per_weight: int = 0,
     remembers: bool = False,
@@ -65,7 +64,6 @@ def memory_of(
       plan: The plan.
       machine: The devices.
       examples: Number of examples in a micro-batch on a replica.
-      state_per_weight: Bytes of the optimizer's state per float32 weight.
       outer_per_weight: Bytes of outer weights and their optimizer's state per float32 weight, with local steps.
       remembers: Whether the exchange has residuals.
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
@@ -77,14 +75,14 @@ def memory_of(
     where, way = _where(plan, machine), plan.way if compiled else OPS
     fractions = _fractions(plan, way, machine, examples)
     in_place = compiles_update and replica.way_of_update(plan.shard) == PROGRAM
-    copies = 0 if in_place else 1 + state_per_weight // 4
     # The devices of a CPU are updated together, in groups that mix their weights.
-    together = copies and machine.shares_memory and not replica.here
+    together = not in_place and machine.shares_memory and not replica.here
     found = []
     for device, weights in enumerate(replica.weights):
-        lasting = _of_weights(weights, plan, way, state_per_weight, where, remembers=remembers)
+        lasting = _of_weights(weights, plan, way, where, remembers=remembers)
         lasting["state"] += sum(weight.size for weight in weights if weight.trainable) * outer_per_weight // 4
         updated = [weight for each in replica.weights for weight in each] if together else weights
+        copies = 0.0 if in_place else _copies(updated)
         update = _update(updated, plan, where, copies, lasting["state"], in_groups=in_groups)
         found.append(
             Memory(
@@ -162,14 +160,12 @@ def _mean(of_devices: Sequence[Memory]) -> Memory:
     return dataclasses.replace(of_devices[0], **mean)
 
 
-def _of_weights(
-    weights: Sequence[Weight], plan: Plan, way: str, state_per_weight: int, where: _Where, *, remembers: bool
-) -> dict[str, int]:
+def _of_weights(weights: Sequence[Weight], plan: Plan, way: str, where: _Where, *, remembers: bool) -> dict[str, int]:
     """Returns the bytes that depend on the weights of a device."""
     replicas = plan.mesh.data
     size = sum(weight.size for weight in weights)
     trained = sum(weight.size for weight in weights if weight.trainable)
-    state = trained * state_per_weight // 4
+    state = state_of(weights)
     if plan.shard in _OWN_STATE:
         state = (state + (trained if plan.shard != "weights" else 0)) // replicas
     if plan.shard == "weights":
@@ -210,14 +206,20 @@ def _exchange(weights: Sequence[Weight], plan: Plan, where: _Where) -> int:
     return int(sum(sizes) * where.once)
 
 
-def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: int, state: int, *, in_groups: bool) -> int:
+def _copies(weights: Sequence[Weight]) -> float:
+    """Returns the bytes of new values of weights and of their state, as a multiple of those of the weights."""
+    size = sum(weight.size for weight in weights if weight.trainable)
+    return 1 + state_of(weights) / max(size, 1)
+
+
+def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: float, state: int, *, in_groups: bool) -> int:
     """Returns the bytes that the update of a device's weights needs.
 
     Args:
       weights: The weights.
       plan: The plan.
       where: Where its replicas are.
-      copies: Tensors of the size of a group of weights that exist at once; 0 if an XLA program updates in place.
+      copies: See `_copies`; 0 if an XLA program updates in place.
       state: Bytes of the device's optimizer state.
       in_groups: Whether there are groups.
     """
@@ -232,13 +234,13 @@ def _update(weights: Sequence[Weight], plan: Plan, where: _Where, copies: int, s
     if not copies:
         return kept
     if not in_groups:
-        return kept + (copies + _INTERMEDIATE) * sum(own)
+        return kept + int((copies + _INTERMEDIATE) * sum(own))
     group = _largest_group(own)
     if plan.shard == "none" and not where.shares_initial:
         # Gradients go with their groups, so that there are those of later groups and the old weights of earlier ones.
-        return (copies - 1) * group + max(own, default=0)
+        return int((copies - 1) * group) + max(own, default=0)
     # The old values of a group are those that its variables still have.
-    return max(0, kept - group) + copies * group + max(own, default=0)
+    return max(0, kept - group) + int(copies * group) + max(own, default=0)
 
 
 def _largest_group(sizes: Sequence[int]) -> int:

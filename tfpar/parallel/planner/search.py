@@ -29,7 +29,6 @@ class Question:
       model: The model.
       machine: Devices and links.
       batch: Number of examples of a step, over all replicas.
-      state_per_weight: Bytes of the optimizer's state per float32 weight.
       outer_per_weight: Bytes of outer weights and their optimizer's state per float32 weight, with local steps.
       recomputes: Values of `--recompute` to consider.
       shards: Values of `--shard` to consider.
@@ -50,7 +49,6 @@ class Question:
     model: ModelCosts
     machine: Machine
     batch: int
-    state_per_weight: int = 8
     outer_per_weight: int = 0
     recomputes: Sequence[str] = ("none", "blocks")
     shards: Sequence[str] = ("none", "optimizer")
@@ -154,9 +152,9 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
       replica: The stages of the model on the plan's mesh.
     """
     machine, examples = question.machine, -(-question.batch // (plan.mesh.data * plan.micro_batches))
-    time = step_time(replica, plan, machine, examples, question.state_per_weight, exchange, question.schedule)
+    time = step_time(replica, plan, machine, examples, exchange, question.schedule)
     memory = memory_of(
-        *(replica, plan, machine, examples, question.state_per_weight),
+        *(replica, plan, machine, examples),
         outer_per_weight=question.outer_per_weight,
         remembers=exchange.remembers,
         schedule=question.schedule,

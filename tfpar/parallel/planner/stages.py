@@ -39,7 +39,7 @@ class Stage:
     Attributes:
       flops: FLOPs of a forward pass.
       kept: Bytes of activations.
-      recomputing: What it does with `--recompute=blocks`.
+      recomputing: What it does with `--recompute`.
       gathering: What it does with `--shard=weights`.
       most_gathered: The most bytes of a layer's whole trainable weights, their gradients, and those of the layer behind
         it, which are still on their way to the owners of shards; not per example.

@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from tfpar.collectives.cost_model import Link, all_reduce
-from tfpar.parallel.planner.costs import Weight
+from tfpar.parallel.planner.costs import Weight, state_of
 from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Plan, StepTime
 from tfpar.parallel.planner.stages import Replica, Stage
@@ -61,7 +61,6 @@ def step_time(
     plan: Plan,
     machine: Machine,
     examples: int,
-    state_per_weight: int,
     exchange: Exchange = DENSE,
     schedule: str = "1f1b",
 ) -> StepTime:
@@ -72,7 +71,6 @@ def step_time(
       plan: The plan.
       machine: Devices and links.
       examples: Number of examples in a micro-batch on a replica.
-      state_per_weight: Bytes of the optimizer's state per float32 weight.
       exchange: The exchange of the plan.
       schedule: Schedule of a pipeline, `1f1b`, `eager_1f1b` or `gpipe`.
     """
@@ -110,7 +108,7 @@ def step_time(
         sums=passes * summing[slowest] + agreeing,
         messages=_messages(replica, plan, examples, machine, schedule, turns, max(turns[slowest], crowded / passes)),
         exchange=_exchange(replica, plan, machine, exchange),
-        update=_adding(replica, plan, machine) + _update(replica, plan, machine, state_per_weight),
+        update=_adding(replica, plan, machine) + _update(replica, plan, machine),
     )
 
 
@@ -258,10 +256,9 @@ def _sharing_bandwidth(machine: Machine) -> int:
     return machine.devices if machine.crowding > 1 else 1
 
 
-def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: int) -> float:
+def _update(replica: Replica, plan: Plan, machine: Machine) -> float:
     """Returns the seconds of reading weights, gradients and state, and of writing weights and state."""
-    size = max(_trainable(each) for each in replica.weights)
-    touched = size * (3 + 2 * state_per_weight / 4)
+    touched = max(3 * _trainable(each) + 2 * state_of(each) for each in replica.weights)
     owners = plan.mesh.data if plan.shard != "none" else 1
     return touched * _sharing_bandwidth(machine) / owners / machine.rates.update(replica.way_of_update(plan.shard))
 

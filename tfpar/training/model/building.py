@@ -150,7 +150,7 @@ def build_model(
         return model, None
     if announced:
         _log.info("model %s: a copy is trained; fit writes its weights back into the given model", model.name)
-    return (copy := _copied(model)), Original(model, copy)
+    return (copy := copied(model)), Original(model, copy)
 
 
 def scope_of(
@@ -218,7 +218,12 @@ def _same_weights_on_workers() -> Iterator[None]:
         ) from error
 
 
-def _copied(model: keras.Model) -> keras.Model:
+def copied(model: keras.Model) -> keras.Model:
+    """A copy of a built model, from its configuration and weights.
+
+    Raises:
+      ConfigError: The model cannot be copied.
+    """
     try:
         copy = type(model).from_config(model.get_config())
         for variable, value in zip(_counterparts(model, copy), model.get_weights(), strict=True):

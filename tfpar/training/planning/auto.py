@@ -123,7 +123,7 @@ def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> d
         return kept
     assert subject.build is not None
     with activity("planning --mesh=auto", shown=tells):
-        facts = _facts(config, subject, topology, measures=topology.device_type == "CPU")
+        facts = _facts(config, subject, topology, measures=topology.device_type == "CPU", option="--mesh=auto")
         machine = _machine(config, topology, facts)
         answer = search(_question(config, subject, topology, facts, machine))
     best = answer.best
@@ -164,7 +164,7 @@ def check_memory(config: ExperimentConfig, subject: Subject) -> None:
         return
     train = config.train
     with activity("predicting memory", shown=config.monitor.verbose > 0 and topology.is_chief):
-        facts = _facts(config, subject, topology, measures=False)
+        facts = _facts(config, subject, topology, measures=False, option="--device_memory")
     plan = Plan(
         mesh=topology.mesh,
         micro_batches=train.accumulate_steps,
@@ -172,10 +172,11 @@ def check_memory(config: ExperimentConfig, subject: Subject) -> None:
         shard=train.shard,
         exchange=config.exchange.exchange,
     )
+    recompute = "none" if train.recompute in ("none", "blocks") else train.recompute  # the one that was counted
     anything = dataclasses.replace(
         config,
         strategy=dataclasses.replace(config.strategy, mesh=AUTO, stages=""),
-        train=dataclasses.replace(train, accumulate_steps=1, recompute="none", shard="none"),
+        train=dataclasses.replace(train, accumulate_steps=1, recompute=recompute, shard="none"),
     )
     machine = _machine(config, topology, facts)
     check_fits(_question(anything, subject, topology, facts, machine), plan)
@@ -192,9 +193,9 @@ def _question(
     )
 
 
-def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, measures: bool) -> Facts:
+def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, measures: bool, option: str) -> Facts:
     assert subject.build is not None
-    sizes = model_axis_sizes(topology.local_devices, topology.workers)
+    sizes = model_axis_sizes(topology.local_devices, topology.workers, topology.model_devices)
     return find_facts(
         *(subject.build, config, sizes),
         optimizer=subject.optimizer,
@@ -202,6 +203,7 @@ def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, me
         most_examples=config.input.global_batch_size if measures else 0,
         devices=topology.workers * topology.local_devices,
         workers_here=topology.workers_here,
+        option=option,
     )
 
 

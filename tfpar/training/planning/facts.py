@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -23,15 +24,19 @@ from typing import Any
 from tfpar import models, precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls
+from tfpar.optim.keras_deferred import made_deferred
 from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS, build_for_some
 from tfpar.optim.pure_update import updates_each_alone
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.process.cores import cores_of_host, cores_of_others
 from tfpar.process.heap import keep_freed_memory
+from tfpar.training.model.adapting import adapt_model
+from tfpar.training.model.building import copied
+from tfpar.training.model.recompute import BLOCKS, NONE
 from tfpar.training.model.support import known_summary
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.planning.counting import count_model
+from tfpar.training.planning.counting import count_model, way_out_of
 from tfpar.training.planning.machines import device_memory, threads
 from tfpar.training.planning.measuring import Limits, Measured, assumed, measure
 
@@ -40,7 +45,6 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 Build = Callable[[], keras.Model]
-_PROBE = (64, 64)  # shape of the weight whose state is counted
 _MEMORY = 4 << 30  # of a machine that does not say what it has
 
 
@@ -49,25 +53,29 @@ class Facts:
     """The facts about a model and its optimizer.
 
     Attributes:
-      costs: Costs of the model's layers.
-      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      costs: Costs of the model's layers, with the optimizer's state of their weights.
       elementwise: Whether the optimizer updates every element independently of the others.
       joins_parts: If not, whether the devices of a model axis put whole tensors together for it.
       synchronizes: Whether the model synchronises batch statistics between replicas.
       in_groups: Whether it updates weights in groups without XLA.
+      clips_norms: Whether the optimizer clips by norms of gradients.
+      own_objective: Whether the objective is the user's own, which calls the model.
+      has_layout: Whether the user says how layers are divided.
       compiled: Whether XLA compiles passes.
       compiles_update: Whether XLA compiles the update.
       measured: Measured rates; None if they were not requested.
     """
 
     costs: ModelCosts
-    state_per_weight: int
     elementwise: bool
     in_groups: bool
     compiled: bool
     compiles_update: bool
     joins_parts: bool = False
     synchronizes: bool = False
+    clips_norms: bool = False
+    own_objective: bool = False
+    has_layout: bool = False
     measured: Measured | None = None
 
     @classmethod
@@ -101,6 +109,7 @@ def find_facts(
     most_examples: int = 0,
     devices: int = 1,
     workers_here: int = 1,
+    option: str = "--mesh=auto",
 ) -> Facts:
     """Counts a model, and measures it.
 
@@ -114,6 +123,7 @@ def find_facts(
       devices: Devices of all workers.
       workers_here: Workers that share this machine. As many as have cores are busy while one is measured: they share
         the bandwidth of its memory.
+      option: The option that needs the facts, see `count_model`.
 
     Raises:
       ConfigError: The model cannot be counted.
@@ -125,41 +135,58 @@ def find_facts(
         precision.set_policy(config.precision)
         memory = (device_memory("CPU", busy) or _MEMORY) // 2
         share = -(-most_examples // devices)
-        return _facts(build, config, sizes, spec, layout, (most_examples, share), memory, alone=alone)
+        model = _built(build, config, option)
+        return _facts(model, config, sizes, spec, layout, (most_examples, share), memory, option, alone=alone)
 
     if context.context()._context_handle is None and hasattr(os, "fork"):
         with _beside(busy - 1, find):
-            return _in_fork(functools.partial(find, alone=True))
+            return _in_fork(functools.partial(find, alone=True), option)
     policy, state = keras.config.dtype_policy(), keras_calls.thread_state()
     try:
-        with keras_calls.in_thread_state({name: _copied(value) for name, value in state.items()}), tf.device("CPU:0"):
+        own = {name: _in_own_collection(value) for name, value in state.items()}
+        with keras_calls.in_thread_state(own), tf.device("CPU:0"):
             return find()
     finally:
         keras.config.set_dtype_policy(policy)
 
 
-def _copied(value: object) -> object:
-    """Among Keras' thread-local state, the counts of names are changed in place."""
-    return copy.copy(value) if isinstance(value, dict) else value
+def _in_own_collection(value: object) -> object:
+    """Of Keras' thread-local state, the counts of names and the list of variables without values change in place."""
+    return copy.copy(value) if isinstance(value, dict | list) else value
+
+
+def _built(build: Build | keras.Model, config: ExperimentConfig, option: str) -> keras.Model:
+    """The model as it will be trained. A given one is left as it is: adapters cannot be taken away again."""
+    model = build if isinstance(build, keras.Model) else build()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ConfigError(f"{option}: model() returned {model!r}; it must return a built Keras model.")
+    if model is build and (config.train.lora or config.train.trainable):
+        model = copied(model)
+    adapt_model(model, config.train)
+    return model
 
 
 def _facts(
-    build: Build | keras.Model,
+    model: keras.Model,
     config: ExperimentConfig,
     sizes: Sequence[int],
     spec: OptimizerSpec,
     layout: Mapping[str, str] | None,
     examples: tuple[int, int],
     memory: int,
+    option: str,
     *,
     alone: bool,
 ) -> Facts:
     """`find_facts` in this process, which ends afterwards if it is `alone`, with so much memory for passes of
     `examples`: of the largest micro-batch, and of a batch on each of all devices."""
-    model = build if isinstance(build, keras.Model) else build()
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
-    costs = count_model(model, sizes, layout, length=config.input.sequence_length)
+    costs = count_model(
+        *(model, sizes, layout),
+        length=config.input.sequence_length,
+        recomputing=BLOCKS if config.train.recompute == NONE else config.train.recompute,
+        state=_state_of(model.trainable_variables, spec, config),
+        option=option,
+    )
     compiled, compiles_update = _compiled(model, config)
     measured = None
     if examples[0]:
@@ -175,20 +202,38 @@ def _facts(
         measured = measure(model, costs, spec.create(config), limits, **compiles)
         measured = measured or assumed(config.precision.precision)
     created = spec.create(config)
-    probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
-    build_for_some(created, [probe], model.trainable_variables)
-    state = sum(4 * probe.value.shape.num_elements() for each in created.variables if tuple(each.shape) == _PROBE)
     return Facts(
         costs=costs,
-        state_per_weight=state // (_PROBE[0] * _PROBE[1]),
         elementwise=type(created) in ELEMENTWISE,
         joins_parts=type(created) in WHOLE_TENSORS,
         synchronizes=models.uses_synchronized_statistics(model),
+        clips_norms=bool(created.clipnorm or created.global_clipnorm),
         in_groups=updates_each_alone(created),
         compiled=compiled,
         compiles_update=compiles_update,
         measured=measured,
     )
+
+
+def _state_of(weights: Sequence[keras.Variable], spec: OptimizerSpec, config: ExperimentConfig) -> dict[int, int]:
+    """Bytes of the optimizer's state of each weight, by `id` of the weight: Muon's depends on its rank and path."""
+
+    def built(weight: keras.Variable) -> tuple[keras.optimizers.Optimizer, int]:
+        optimizer = spec.create(config)
+        common = len(optimizer.variables)
+        build_for_some(optimizer, [weight], weights)
+        return optimizer, common
+
+    def size(optimizer: keras.optimizers.Optimizer, common: int) -> int:
+        return sum(tf.as_dtype(each.dtype).size * math.prod(each.shape) for each in optimizer.variables[common:])
+
+    # Without values: the state of all weights together may be larger than the memory.
+    every = made_deferred(
+        lambda: [built(weight) for weight in weights],
+        lambda optimizers: [variable for optimizer, _ in optimizers for variable in optimizer.variables],
+    )
+    sizes = itertools.starmap(size, every) if every is not None else (size(*built(weight)) for weight in weights)
+    return dict(zip(map(id, weights), sizes, strict=True))
 
 
 def _compiled(model: keras.Model, config: ExperimentConfig) -> tuple[bool, bool]:
@@ -247,7 +292,7 @@ def _fork(work: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _in_fork(find: Callable[[], Facts]) -> Facts:
+def _in_fork(find: Callable[[], Facts], option: str) -> Facts:
     """Calls a function in a fork of this process."""
     receiving, sending = os.pipe()
 
@@ -263,8 +308,8 @@ def _in_fork(find: Callable[[], Facts]) -> Facts:
     _, status = os.waitpid(child, 0)
     if not text:
         raise ConfigError(
-            f"--mesh=auto: building and counting the model in a separate process failed (status {status}), perhaps "
-            "for lack of memory; see above. Name a mesh, such as --mesh=data:2."
+            f"{option}: building and counting the model in a separate process failed (status {status}), perhaps for "
+            f"lack of memory; see above. What to do: {way_out_of(option)}."
         )
     found = json.loads(text)
     if "refused" in found:

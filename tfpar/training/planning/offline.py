@@ -9,7 +9,7 @@ from tfpar import inputs, models
 from tfpar.checkpoint.model_files import task_spec
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ExperimentConfig
-from tfpar.parallel.mesh import AUTO
+from tfpar.parallel.mesh import AUTO, parse_sizes
 from tfpar.parallel.planner.machine import parse_size
 from tfpar.parallel.planner.search import Answer, search
 from tfpar.process.activity import activity
@@ -20,16 +20,17 @@ from tfpar.training.planning.question import question_of
 _LARGEST_MODEL_AXIS = 16
 
 
-def model_axis_sizes(devices: int, workers: int) -> list[int]:
+def model_axis_sizes(devices: int, workers: int, asked: int = 1) -> list[int]:
     """Sizes that the model axis may have, besides 1: divisors of a worker's devices, and whole workers.
 
     Args:
       devices: Devices of a worker.
       workers: Number of workers.
+      asked: The size that the user asks for, which may be larger than those that are considered otherwise.
     """
     within = [size for size in range(2, devices + 1) if devices % size == 0]
     spanning = [devices * count for count in range(2, workers + 1) if workers % count == 0]
-    return [size for size in (*within, *spanning) if size <= _LARGEST_MODEL_AXIS]
+    return [size for size in (*within, *spanning) if size <= _LARGEST_MODEL_AXIS or size == asked]
 
 
 def plan_offline(
@@ -60,9 +61,11 @@ def plan_offline(
     train, _ = inputs.build_splits(config.input, config.train.seed)
     build = lambda: models.build(config.model.model, task_spec(train), **config.model.arguments())  # noqa: E731
     models.check_model(config.model.model, task_spec(train), **config.model.arguments())
+    mesh = config.strategy.mesh
+    sizes = model_axis_sizes(devices, hosts, 1 if mesh == AUTO else parse_sizes(mesh).get("model", 1))
     with activity(f"counting {config.model.model}"):
         facts = find_facts(
-            *(build, config, model_axis_sizes(devices, hosts)),
+            *(build, config, sizes),
             most_examples=0 if flops else config.input.global_batch_size,
             devices=hosts * devices,
             workers_here=hosts_here,
@@ -77,7 +80,7 @@ def plan_offline(
     )
     if not memory:  # this machine's value does not apply to others
         machine = dataclasses.replace(machine, memory=0)
-    if not config.strategy.mesh:
+    if not mesh:
         config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, mesh=AUTO))
     given = dict.fromkeys(fixed)
     return search(question_of(config, facts, machine, given=given, kept_examples=getattr(train, "kept_bytes", 0)))

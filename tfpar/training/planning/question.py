@@ -59,7 +59,6 @@ def question_of(
         model=facts.costs,
         machine=machine,
         batch=config.input.global_batch_size,
-        state_per_weight=facts.state_per_weight,
         outer_per_weight=_outer_per_weight(config.outer),
         recomputes=choices("recompute", train.recompute, ("none", "blocks")),
         shards=choices("shard", train.shard, shards),
@@ -155,6 +154,8 @@ def _refusals(
         return ""
 
     def refusal(plan: Plan) -> str:
+        if plan.recompute != "none" and facts.costs.kept_whole:
+            return facts.costs.kept_whole
         # Of micro-batches, only segments know.
         micro_batches = 1 if config.train.jit_segments in (1, AUTO_SEGMENTS) else plan.micro_batches
         return of_layout(Plan(mesh=plan.mesh, shard=plan.shard, exchange=plan.exchange, micro_batches=micro_batches))
