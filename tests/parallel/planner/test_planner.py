@@ -9,10 +9,12 @@ import sys
 from tests.parallel.planner.harness import MB, on, plan, question, stack
 from tfpar.collectives.cost_model import Link
 from tfpar.config import ConfigError
+from tfpar.parallel.mesh import Mesh
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 from tfpar.parallel.planner.machine import Machine, format_size, parse_link, parse_size
 from tfpar.parallel.planner.plan import StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
+from tfpar.parallel.planner.stages import replica_of
 from tfpar.parallel.planner.table import describe_machine, limits, table
 
 import pytest
@@ -38,7 +40,37 @@ def test_micro_batches_divide_the_batch():
     for each in answer.fitting:
         by_mesh[each.plan.mesh.data].add(each.plan.micro_batches)
     assert by_mesh == {1: {1, 2, 4}, 2: {1, 2}}
-    assert {each.plan.micro_batches for each in search(question(micro_batches=3)).fitting} == {3}
+    given = question(on(2), batch=12, micro_batches=4)
+    assert {(each.plan.mesh.data, each.plan.micro_batches) for each in search(given).fitting} == {(1, 4)}
+    with pytest.raises(ConfigError, match=r"replicas x --accumulate_steps=5 by which .* or --uneven_batches=true"):
+        _ = search(dataclasses.replace(given, micro_batches=5)).best
+
+
+def test_uneven_batches_are_planned_where_a_run_takes_them():
+    asked = question(on(3), batch=8)
+    assert {each.plan.mesh.data for each in search(asked).fitting} == {1}
+    uneven = search(dataclasses.replace(asked, uneven_batches=True)).fitting
+    assert {(each.plan.mesh.data, each.plan.micro_batches) for each in uneven} >= {(3, 1), (3, 2), (1, 8)}
+    given = dataclasses.replace(asked, uneven_batches=True, micro_batches=3)
+    assert {each.plan.mesh.data for each in search(given).fitting} == {1, 3}
+
+
+def test_a_pipeline_of_divided_layers_is_cut_like_the_whole_model():
+    """A run divides layers after it has cut the model, by the size of all their weights."""
+    equal = stack(4)
+
+    def layers(size: int) -> tuple[LayerCost, ...]:
+        large = Weight(
+            index=0, size=12 * MB // size, divided=size > 1
+        )  # as large as those of the other layers together
+        first, *others = equal.layers[size]
+        whole = [dataclasses.replace(each, weights=equal.whole[1 + place].weights) for place, each in enumerate(others)]
+        return dataclasses.replace(first, weights=(large,)), *whole
+
+    model = dataclasses.replace(equal, layers={1: layers(1), 4: layers(4)})
+    for size in (1, 4):
+        stages = replica_of(model, Mesh(pipeline=2, model=size), stage_balance="weights").stages
+        assert [stage.flops * size / 1e9 for stage in stages] == [1, 3]
 
 
 def test_refused_plans_are_left_out():

@@ -10,12 +10,14 @@ import math
 from tests.integration.scripts import divided, divided_models
 from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.inputs.checks import check_divides
 from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.mesh import parse_mesh
 from tfpar.parallel.planner.costs import distinct
 from tfpar.parallel.planner.machine import OPS, Machine, Point, Rates
 from tfpar.parallel.planner.plan import Plan
 from tfpar.parallel.planner.search import predict_plan, search
+from tfpar.process.exit_codes import LEFT_OUT
 from tfpar.training.model.adapting import adapt_model
 from tfpar.training.model.recompute import recompute_activations
 from tfpar.training.optimizer_spec import OptimizerSpec
@@ -23,6 +25,7 @@ from tfpar.training.planning.counting import count_model
 from tfpar.training.planning.facts import Facts, find_facts
 from tfpar.training.planning.measuring import Measured
 from tfpar.training.planning.question import question_of
+from tfpar.training.uneven_batches import train_input
 
 import keras
 import pytest
@@ -247,6 +250,25 @@ def test_activations_are_those_of_the_layers_that_are_computed_again():
     assert costs.kept_whole == ""
     assert [layer.name for layer in costs.whole if layer.kept_recomputed < layer.kept] == ["block0/dense"]
     assert [layer.name for layer in costs.whole if layer.recomputed] == ["block0/dense"]
+
+
+def test_batches_that_a_run_refuses_are_not_planned(counted, monkeypatch):
+    """A run that is continued with fewer workers takes uneven ones."""
+    options = {**divided.COMMON, "uneven_batches": False, "global_batch_size": 12}
+    facts = Facts(costs=counted["language_model"][1], **FLAGS)
+
+    def replicas(devices: int, **changes: int) -> set[int]:
+        config = ExperimentConfig.from_flat_dict(options | changes)
+        plans = [each.plan for each in search(question_of(config, facts, Machine(devices=devices))).fitting]
+        for plan in plans:
+            check_divides(train_input(config), plan.mesh.data, plan.micro_batches)
+        return {plan.mesh.data for plan in plans}
+
+    assert replicas(2) == {1, 2}
+    assert replicas(2, accumulate_steps=4) == {1}
+    assert 5 not in replicas(5)
+    monkeypatch.setenv(LEFT_OUT, "1")
+    assert 5 in replicas(5)
 
 
 def test_plans_that_a_run_would_refuse(counted):

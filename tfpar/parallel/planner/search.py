@@ -29,6 +29,7 @@ class Question:
       model: The model.
       machine: Devices and links.
       batch: Number of examples of a step, over all replicas.
+      uneven_batches: Whether a run takes a batch that replicas and micro-batches do not divide.
       outer_per_weight: Bytes of outer weights and their optimizer's state per float32 weight, with local steps.
       recomputes: Values of `--recompute` to consider.
       shards: Values of `--shard` to consider.
@@ -49,6 +50,7 @@ class Question:
     model: ModelCosts
     machine: Machine
     batch: int
+    uneven_batches: bool = False
     outer_per_weight: int = 0
     recomputes: Sequence[str] = ("none", "blocks")
     shards: Sequence[str] = ("none", "optimizer")
@@ -117,6 +119,11 @@ class Answer:
         if self.refused:
             return f"A run would refuse all of them, for example: {self.refused}"
         model = self.question.model
+        found = [*meshes(machine, sorted(model.layers), self.question.meshes)]
+        if found and not any(_micro_batches(self.question, mesh) for mesh in found):
+            fixed = self.question.micro_batches
+            parts = f"replicas x --accumulate_steps={fixed}" if fixed else "replicas"
+            return f"No mesh has {parts} by which the batch is divisible: use another batch, or --uneven_batches=true."
         reasons = [model.uncut, *model.undivided.values()]
         return " ".join(filter(None, reasons[:2])) or "Use another number of devices, or another batch."
 
@@ -236,14 +243,11 @@ def _plans(question: Question) -> Iterator[tuple[Plan, Exchange]]:
 
 
 def _micro_batches(question: Question, mesh: Mesh) -> list[int]:
-    """Returns the numbers of micro-batches to consider: powers of two that divide a replica's share of a batch."""
-    if question.micro_batches:
-        return [question.micro_batches]
+    """Returns the numbers of micro-batches to consider, which a run takes: the required one, or powers of two."""
     share = question.batch // mesh.data
-    if not share or question.batch % mesh.data:
-        return []
     most = min(share, _MOST_TURNS * mesh.pipeline) if mesh.pipeline > 1 else share
-    return [number for number in (1 << power for power in range(most.bit_length())) if share % number == 0]
+    numbers = [question.micro_batches] if question.micro_batches else [1 << power for power in range(most.bit_length())]
+    return [each for each in numbers if question.uneven_batches or question.batch % (mesh.data * each) == 0]
 
 
 def _order(fastest: float, prediction: Prediction) -> tuple[float, ...]:

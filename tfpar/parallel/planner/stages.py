@@ -142,7 +142,8 @@ def replica_of(
     number = mesh.pipeline * (stages_per_device if mesh.pipeline > 1 else 1)
     cuts: list[int] | None = []
     if number > 1:
-        sizes = [{weight.index: weight.size for weight in layer.weights} for layer in layers]
+        # A run cuts the whole model, and divides its layers afterwards.
+        sizes = [{weight.index: weight.size for weight in layer.weights} for layer in model.whole]
         balanced = sizes if stage_balance == BY_WEIGHTS else None
         cuts = cut_evenly(model.cut_costs, model.crossing.__getitem__, number, balanced) if model.crossing else None
     if cuts is None:

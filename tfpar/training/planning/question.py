@@ -20,6 +20,7 @@ from tfpar.parallel.planner.step_time import Exchange
 from tfpar.parallel.topology import Topology
 from tfpar.training.placing.check import check_on_topology
 from tfpar.training.planning.facts import Facts
+from tfpar.training.uneven_batches import train_input
 
 # Exchanges that `--exchange=auto` may choose, as far as they are known before it measures.
 _CODECS = ("none", "bf16", "int8")
@@ -59,6 +60,7 @@ def question_of(
         model=facts.costs,
         machine=machine,
         batch=config.input.global_batch_size,
+        uneven_batches=train_input(config).uneven_batches,
         outer_per_weight=_outer_per_weight(config.outer),
         recomputes=choices("recompute", train.recompute, ("none", "blocks")),
         shards=choices("shard", train.shard, shards),
