@@ -17,6 +17,7 @@ from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_han
 from tfpar.process.heap import keep_freed_memory, return_freed_tensors, share_heaps
 from tfpar.process.startup import quiet_startup
 from tfpar.training.duration import check_length
+from tfpar.training.objective import Objective
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.placing.check import check_on_topology
 from tfpar.training.planning import auto
@@ -62,6 +63,7 @@ def initialize(
     model: keras.Model | Callable[[], keras.Model] | None = None,
     optimizer: OptimizerSpec | None = None,
     layout: Mapping[str, Any] | None = None,
+    objective: Callable[[keras.Model], Objective] | None = None,
 ) -> strategies.Runtime:
     """Validates an experiment, seeds all random generators, and starts the strategy.
 
@@ -79,6 +81,7 @@ def initialize(
         model that the configuration names.
       optimizer: The optimizer; by default the one that the configuration names.
       layout: How layers are divided over a model axis, see `Trainer`.
+      objective: What is minimised in place of a loss, see `Trainer`.
 
     Returns:
       The topology and the running strategy. A worker or parameter server of `parameter_server` never returns: it serves
@@ -90,9 +93,8 @@ def initialize(
     """
     quiet_startup(config.monitor.tensorflow_log)
     install_exit_code_hook()
-    subject = auto.Subject.named(config, train)
-    if model is not None:
-        subject = auto.Subject(build=model, optimizer=optimizer, layout=layout)
+    given = auto.Subject(build=model, optimizer=optimizer, layout=layout, own_objective=objective is not None)
+    subject = auto.Subject.named(config, train) if model is None else given
     options: dict[str, Any] = {}
     if auto.is_auto(config):
         _validate_before_plan(config, given_data=train is not None)

@@ -130,12 +130,11 @@ class Trainer:
             validate_saved_run(config)
         policy = keras.config.dtype_policy()
         try:
-            self.runtime = runtime or initialize(config, complete=True, model=model, optimizer=spec, layout=layout)
+            parts: dict[str, Any] = {"model": model, "optimizer": spec, "layout": layout}
+            self.runtime = runtime or initialize(config, complete=True, **parts, objective=objective)
             config = with_plan(config, self.runtime.options)
             precision.match_process(config.precision)
-            self.program = Program.build(
-                config, self.runtime, model=model, optimizer=spec, goal=aim, augmentation=augmentation, layout=layout
-            )
+            self.program = Program.build(config, self.runtime, **parts, goal=aim, augmentation=augmentation)
         finally:
             # The precision is that of this trainer's model: later models must not inherit it.
             keras.config.set_dtype_policy(policy)

@@ -13,6 +13,7 @@ from tfpar.cluster import rendezvous
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.inputs import from_arrays
 from tfpar.training.planning import auto
+from tfpar.training.planning.facts import Facts
 
 import keras
 import numpy as np
@@ -90,6 +91,18 @@ def test_any_size_of_the_model_axis_can_be_checked():
     subject = auto.Subject(build=divided_models.dense)
     with pytest.raises(ConfigError, match=r"--device_memory=5.0 KiB: --mesh=data:1,model:32 needs"):
         auto.check_memory(config(mesh="model:32", devices=32, device_memory="5KiB"), subject)
+
+
+def test_a_plan_knows_of_an_objective_and_a_layout(monkeypatch):
+    found: list[Facts] = []
+    monkeypatch.setattr(
+        auto, "_question", lambda *given: found.extend(each for each in given if isinstance(each, Facts))
+    )
+    monkeypatch.setattr(auto, "check_fits", lambda question, plan: pytest.fail("stop here"))
+    for options in ({"layout": {"third": "gather"}}, {"objective": lambda model: model}):
+        with pytest.raises(pytest.fail.Exception, match="stop here"):
+            tfpar.Trainer(divided_models.dense, config=config(mesh="data:2", device_memory="1GiB"), **options)
+    assert [(each.has_layout, each.own_objective) for each in found] == [(True, False), (False, True)]
 
 
 def test_weights_that_are_not_decayed_are_those_of_the_model():

@@ -298,6 +298,11 @@ def test_plans_that_a_run_would_refuse(counted):
     plans["parts in shards of weights"] = dataclasses.replace(plans["data:2,model:2"], shard="weights")
     assert refused({"elementwise": False, "joins_parts": True}, optimizer="lamb") == ["parts in shards of weights"]
     assert refused({"synchronizes": True}) == ["weights", "parts in shards of weights"]
+    assert refused({"clips_norms": True}) == [name for name in plans if name not in ("data:4", "micro-batches")]
+    assert refused({"has_layout": True}) == ["data:4", "micro-batches", "shards", "weights"]
+    plans["stages"] = Plan(mesh=parse_mesh("data:2,pipeline:2", workers=1, devices=4))
+    assert refused({"own_objective": True}) == []
+    assert refused({"own_objective": True}, devices=1) == ["stages"]
 
 
 @pytest.mark.parametrize(

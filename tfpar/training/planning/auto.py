@@ -44,12 +44,14 @@ class Subject:
       build: The model, or a function that builds it; None if it is not known yet.
       optimizer: By default the one that the configuration names.
       layout: How layers are divided, see `find_layout`.
+      own_objective: Whether the objective is the user's own, which calls the model.
       kept_examples: Bytes that the source of the examples keeps in the memory of each worker, if it is known.
     """
 
     build: Build | keras.Model | None
     optimizer: OptimizerSpec | None = None
     layout: Mapping[str, Any] | None = None
+    own_objective: bool = False
     kept_examples: int = 0
 
     @classmethod
@@ -196,7 +198,7 @@ def _question(
 def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, measures: bool, option: str) -> Facts:
     assert subject.build is not None
     sizes = model_axis_sizes(topology.local_devices, topology.workers, topology.model_devices)
-    return find_facts(
+    facts = find_facts(
         *(subject.build, config, sizes),
         optimizer=subject.optimizer,
         layout=subject.layout,
@@ -205,6 +207,7 @@ def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, *, me
         workers_here=topology.workers_here,
         option=option,
     )
+    return dataclasses.replace(facts, own_objective=subject.own_objective, has_layout=bool(subject.layout))
 
 
 def _machine(config: ExperimentConfig, topology: Topology, facts: Facts) -> Machine:

@@ -118,6 +118,29 @@ def _refusal_of_assigning(costs: ModelCosts, plan: Plan) -> str:
     )
 
 
+def _refusal_by_facts(facts: Facts, plan: Plan, *, over_workers: bool) -> str:
+    """Why a run would refuse a plan for this model, optimizer, objective or layout; empty if it would not.
+
+    Args:
+      facts: The facts about them.
+      plan: The plan.
+      over_workers: Whether it has a pipeline over several workers.
+    """
+    divided = plan.mesh.model > 1 or (over_workers and plan.shard == "none")
+    joined = facts.joins_parts and plan.shard != "weights"  # not those of a model axis and of replicas
+    if divided and not joined and not facts.elementwise:
+        return "the optimizer needs whole tensors, which are divided over devices"
+    if facts.clips_norms and (divided or plan.shard != "none"):
+        return "clipnorm and global_clipnorm of the optimizer need whole gradients; --clip_norm works everywhere"
+    if facts.own_objective and over_workers:
+        return "objective=... calls the model, of which each worker of a pipeline has a part"
+    if facts.has_layout and plan.mesh.model == 1:
+        return "layout determines how layers are divided, but no mesh divides them"
+    if facts.synchronizes and plan.shard == "weights":
+        return "--shard=weights: the model synchronises batch statistics, which a second forward pass cannot repeat"
+    return _refusal_of_assigning(facts.costs, plan)
+
+
 def _refusals(
     config: ExperimentConfig, facts: Facts, machine: Machine, device_type: str, *, keeps_exchange: bool
 ) -> Callable[[Plan], str]:
@@ -127,14 +150,7 @@ def _refusals(
     def of_layout(plan: Plan) -> str:
         mesh = plan.mesh
         spans = max(1, mesh.devices_of_replica // machine.devices)
-        over_workers = mesh.pipeline > 1 and spans > 1
-        divided = mesh.model > 1 or (over_workers and plan.shard == "none")
-        joined = facts.joins_parts and plan.shard != "weights"  # not those of a model axis and of replicas
-        if divided and not joined and not facts.elementwise:
-            return "the optimizer needs whole tensors, which are divided over devices"
-        if facts.synchronizes and plan.shard == "weights":
-            return "--shard=weights: the model synchronises batch statistics, which a second forward pass cannot repeat"
-        if reason := _refusal_of_assigning(facts.costs, plan):
+        if reason := _refusal_by_facts(facts, plan, over_workers=mesh.pipeline > 1 and spans > 1):
             return reason
         options = plan.options()
         if keeps_exchange:
