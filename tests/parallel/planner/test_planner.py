@@ -15,6 +15,7 @@ from tfpar.parallel.planner.machine import Machine, format_size, parse_link, par
 from tfpar.parallel.planner.plan import StepTime
 from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
 from tfpar.parallel.planner.stages import replica_of
+from tfpar.parallel.planner.step_time import Exchange
 from tfpar.parallel.planner.table import describe_machine, limits, table
 
 import pytest
@@ -163,6 +164,20 @@ def test_what_would_fit_is_named():
     for way in ("--recompute=blocks", "--shard=optimizer", "--mesh=data:1,"):
         assert way in ways, way
     assert check_fits(asked, plan(data=2, micro_batches=4)).fits
+
+
+def test_an_exchange_that_a_run_chooses_counts_as_the_fastest_and_is_no_remedy():
+    lossy = Exchange("int8", lambda elements, workers, link: 1e-3, remembers=True)
+    slow = {"between": Link(1e-3, 1e7)}
+    auto = Exchange("auto", among=(Exchange("none"), lossy))
+    asked = question(on(1, 2, **slow, memory=480 * MB), exchanges=(auto,))
+    chosen = plan(data=2, exchange="auto")
+    with pytest.raises(ConfigError, match=r"residuals.* It fits with") as caught:
+        check_fits(asked, chosen)
+    assert "--exchange=none" not in str(caught.value)
+    fast = dataclasses.replace(asked, machine=on(1, 2))
+    assert predict_plan(asked, chosen).memory.residuals == (32 + 16) * MB
+    assert predict_plan(fast, chosen).memory.residuals == 0
 
 
 def test_nothing_fits():

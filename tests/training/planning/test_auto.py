@@ -55,8 +55,17 @@ def test_a_run_follows_its_plan_and_a_resumed_run_keeps_it(tmp_path, caplog):
     for ours, theirs in zip(divided.weights_of(planned).values(), divided.weights_of(given).values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     # There is room for a replica on each device now.
-    again = auto.planned(config(mesh="auto", workdir=str(tmp_path)), auto.Subject(build=divided_models.dense))
-    assert again == chosen
+    subject = auto.Subject(build=divided_models.dense)
+
+    def resumed(**changes) -> dict[str, object]:
+        return auto.planned(config(mesh="auto", workdir=str(tmp_path), verbose=1, **changes), subject)
+
+    assert resumed() == resumed(device_memory=TOO_LITTLE_FOR_A_REPLICA) == resumed(shard=chosen["shard"]) == chosen
+    other = 2 if chosen["accumulate_steps"] != 2 else 4
+    assert resumed(accumulate_steps=other)["accumulate_steps"] == other
+    assert f"does not hold (--accumulate_steps={other}, not {chosen['accumulate_steps']})" in caplog.text
+    assert auto._of_saved_run(config(workdir=str(tmp_path), device_memory="10KiB"), subject, tells=True) == {}
+    assert "does not hold (--device_memory=10.0 KiB: " in caplog.text
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
@@ -91,6 +100,14 @@ def test_any_size_of_the_model_axis_can_be_checked():
     subject = auto.Subject(build=divided_models.dense)
     with pytest.raises(ConfigError, match=r"--device_memory=5.0 KiB: --mesh=data:1,model:32 needs"):
         auto.check_memory(config(mesh="model:32", devices=32, device_memory="5KiB"), subject)
+
+
+def test_a_checked_mesh_keeps_the_exchange():
+    """It fits with other options, whatever the exchange that a run measures to be the fastest."""
+    given = config(mesh="data:2", exchange="auto", device_memory=TOO_LITTLE_FOR_A_REPLICA)
+    with pytest.raises(ConfigError, match="It fits with") as caught:
+        auto.check_memory(given, auto.Subject(build=divided_models.dense))
+    assert "--exchange" not in str(caught.value).partition("It fits with")[2]
 
 
 def test_a_plan_knows_of_an_objective_and_a_layout(monkeypatch):

@@ -158,6 +158,9 @@ def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica
       exchange: The exchange of the plan.
       replica: The stages of the model on the plan's mesh.
     """
+    if exchange.among:
+        each_way = [predict(question, plan, each, replica) for each in exchange.among]
+        return min(each_way, key=lambda each: each.time.seconds)
     machine, examples = question.machine, -(-question.batch // (plan.mesh.data * plan.micro_batches))
     time = step_time(replica, plan, machine, examples, exchange, question.schedule)
     memory = memory_of(

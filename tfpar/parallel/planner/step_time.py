@@ -45,12 +45,14 @@ class Exchange:
       seconds: `(elements, workers, link) -> seconds`; None for a ring all-reduce of float32 gradients.
       remembers: Whether the exchange has residuals.
       every: Steps from one exchange of workers to the next.
+      among: For `auto`: the exchanges of which a run takes the fastest.
     """
 
     name: str
     seconds: Callable[[int, int, Link], float] | None = None
     remembers: bool = False
     every: int = 1
+    among: tuple[Exchange, ...] = ()
 
 
 DENSE = Exchange("none")

@@ -120,7 +120,7 @@ def _error_message(error: str) -> str:
 
 def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> dict[str, Any]:
     tells = config.monitor.verbose > 0
-    kept = _of_saved_run(config, tells)
+    kept = _of_saved_run(config, subject, tells)
     if kept:
         return kept
     assert subject.build is not None
@@ -136,23 +136,37 @@ def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> d
     return options
 
 
-def _of_saved_run(config: ExperimentConfig, tells: bool) -> dict[str, Any]:
-    """The plan of the run to resume; empty if there is none, or if the devices have changed."""
+def _of_saved_run(config: ExperimentConfig, subject: Subject, tells: bool) -> dict[str, Any]:
+    """The plan of the run to resume; empty if there is none, if other options are given, or if the devices have
+    changed."""
     workdir = config.checkpoint.workdir
     saved = checkpointer.saved_config(workdir) if workdir else None
     if saved is None:
         return {}
     options = {name: saved[name] for name in _DECIDED if name in saved}
-    try:
-        resumed = ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **options})
-        choose_topology(resumed.strategy, cluster.detect())
-    except ConfigError as error:
+    if reason := _contradiction(config, options, subject):
         if tells:
-            _log.info("mesh auto: %s has a run on other devices (%s); making a new plan", workdir, error)
+            _log.info("mesh auto: the plan of the run in %s does not hold (%s); making a new one", workdir, reason)
         return {}
     if tells:
         _log.info("mesh auto: --mesh=%s and the other options of the plan of the run in %s", options["mesh"], workdir)
     return options
+
+
+def _contradiction(config: ExperimentConfig, options: Mapping[str, Any], subject: Subject) -> str:
+    """Why a run cannot have these options of a plan: others are given, or the devices differ. Empty if it can."""
+    asked, defaults = config.as_flat_dict(), ExperimentConfig().as_flat_dict()
+    for name, value in options.items():
+        if name != "mesh" and asked[name] not in (defaults[name], value):
+            return f"--{name}={asked[name]}, not {value}"
+    planned = ExperimentConfig.from_flat_dict({**asked, **options})
+    try:
+        choose_topology(planned.strategy, cluster.detect())
+        if planned.strategy.device_memory:
+            check_memory(planned, subject)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def check_memory(config: ExperimentConfig, subject: Subject) -> None:

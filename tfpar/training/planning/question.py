@@ -45,7 +45,7 @@ def question_of(
       facts: Facts about its model.
       machine: Devices and links.
       given: Options that must keep their values even if these are the defaults.
-      keeps_exchange: Whether `--exchange` keeps its value, even `auto`.
+      keeps_exchange: Whether `--exchange` keeps its value, even `auto`, with which a run takes the fastest.
       device_type: `CPU` or `GPU`.
       kept_examples: Bytes that the source of the examples keeps in the memory of each worker.
     """
@@ -64,7 +64,7 @@ def question_of(
         outer_per_weight=_outer_per_weight(config.outer),
         recomputes=choices("recompute", train.recompute, ("none", "blocks")),
         shards=choices("shard", train.shard, shards),
-        exchanges=exchanges_of(config),
+        exchanges=exchanges_of(config, keeps=keeps_exchange),
         micro_batches=fixed_micro_batches,
         meshes={} if strategy.mesh == AUTO else parse_sizes(strategy.mesh),
         schedule=strategy.pipeline_schedule,
@@ -75,16 +75,18 @@ def question_of(
         in_groups=facts.in_groups,
         batches=_BATCHES_OF_STEP + (config.input.prefetch if machine.shares_memory else 0),
         kept_examples=kept_examples,
-        refusal=_refusals(config, facts, machine, device_type, keeps_exchange=keeps_exchange),
+        refusal=_refusals(config, facts, machine, device_type),
     )
 
 
-def exchanges_of(config: ExperimentConfig) -> tuple[Exchange, ...]:
-    """The exchanges to consider: the given one, or for `auto` those that it may choose."""
+def exchanges_of(config: ExperimentConfig, *, keeps: bool = False) -> tuple[Exchange, ...]:
+    """The exchanges to consider: the given one, or for `auto`, unless it is kept, those that it may choose."""
     text = config.exchange.exchange
-    names = _CODECS if text.partition(":")[0] == "auto" else (text,)
     every = max(config.outer.local_steps, 1)  # of a length that is measured, nothing is known
-    return tuple(_exchange(name, every) for name in names)
+    if text.partition(":")[0] != "auto":
+        return (_exchange(text, every),)
+    among = tuple(_exchange(name, every) for name in _CODECS)
+    return (Exchange(text, among=among),) if keeps else among
 
 
 def _exchange(text: str, every: int) -> Exchange:
@@ -141,9 +143,7 @@ def _refusal_by_facts(facts: Facts, plan: Plan, *, over_workers: bool) -> str:
     return _refusal_of_assigning(facts.costs, plan)
 
 
-def _refusals(
-    config: ExperimentConfig, facts: Facts, machine: Machine, device_type: str, *, keeps_exchange: bool
-) -> Callable[[Plan], str]:
+def _refusals(config: ExperimentConfig, facts: Facts, machine: Machine, device_type: str) -> Callable[[Plan], str]:
     """A function that returns why a run would refuse a plan."""
 
     @functools.cache
@@ -152,10 +152,7 @@ def _refusals(
         spans = max(1, mesh.devices_of_replica // machine.devices)
         if reason := _refusal_by_facts(facts, plan, over_workers=mesh.pipeline > 1 and spans > 1):
             return reason
-        options = plan.options()
-        if keeps_exchange:
-            options.pop("exchange")
-        planned = ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **options})
+        planned = ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **plan.options()})
         topology = Topology(
             name="multi_worker" if machine.workers > 1 else "mirrored",
             workers=machine.workers,
