@@ -101,7 +101,7 @@ def worker(folder: Path) -> dict[str, float]:
 def messages(seed: int) -> Iterator[tuple[bytes, bool]]:
     """What strangers send, and whether they leave the connection open, without end."""
     choose = random.Random(seed)
-    handshake = struct.pack("8s4i32s", b"tfpar/3", 1, 0, WORKERS.value, 0, bytes(32))
+    handshake = struct.pack("8s4i32s", b"tfpar/4", 1, 0, WORKERS.value, 0, bytes(32))
     gloo = struct.pack("6Q", 1 << 40, 1, 7, 0, 1 << 40, 0)
     while True:
         sent = [choose.randbytes(choose.randrange(400)), handshake[: choose.randrange(56)], handshake, gloo * 20, b""]

@@ -23,7 +23,7 @@ pytestmark = [
 WORKERS = 3
 # The headers of Gloo 0.5 and of the workers' handshakes, with invalid values: a length, an operation, a slot.
 GLOO = struct.pack("6Q", 1 << 40, 1, 7, 0, 1 << 40, 0)
-HANDSHAKE = struct.pack("8s4i32s", b"tfpar/3", 1, 0, WORKERS, 0, b"0123456789abcdef0123456789abcdef")
+HANDSHAKE = struct.pack("8s4i32s", b"tfpar/4", 1, 0, WORKERS, 0, b"0123456789abcdef0123456789abcdef")
 
 
 def attacks(seed: int, each: int) -> list[tuple[bytes, bool]]:

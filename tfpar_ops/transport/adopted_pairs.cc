@@ -1,9 +1,11 @@
 #include "tfpar_ops/transport/adopted_pairs.h"
 
 #include <fcntl.h>
+#include <gloo/common/error.h>
 #include <gloo/transport/tcp/context.h>
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/tcp/pair.h>
+#include <gloo/transport/tcp/unbound_buffer.h>
 // Since May 2023, a device of Gloo listens for all of its pairs. Before, each pair listened on its own port.
 #if __has_include(<gloo/transport/tcp/listener.h>)
 #define TFPAR_GLOO_DEVICE_LISTENS
@@ -25,6 +27,7 @@
 #include <future>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace tfpar {
@@ -40,11 +43,31 @@ tcp::Address AddressBy(int (*ask)(int, sockaddr*, socklen_t*), int connection) {
   return tcp::Address(address);
 }
 
+class AdoptedBuffer final : public tcp::UnboundBuffer {
+ public:
+  using tcp::UnboundBuffer::getWeakNonOwningPtr;
+  using tcp::UnboundBuffer::UnboundBuffer;
+};
+
+class AdoptingContext final : public tcp::Context {
+ public:
+  using tcp::Context::Context;
+
+  void AdoptPair(int rank, int connection);
+
+  std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* memory, size_t bytes) override {
+    return std::make_unique<AdoptedBuffer>(shared_from_this(), memory, bytes);
+  }
+
+  // Takes a receive that a peer has announced, if there is one.
+  bool TakeAnnouncedReceive(uint64_t slot, int rank) { return Mutator(*this, slot, rank).shiftRemotePendingRecv(); }
+};
+
 // A pair that uses an existing connection. It must be created by `CreatePairs`.
 class AdoptedPair final : public tcp::Pair {
  public:
-  AdoptedPair(tcp::Context* context, tcp::Device* device, int rank, std::chrono::milliseconds timeout, int connection)
-      : tcp::Pair(context, device, rank, timeout) {
+  AdoptedPair(AdoptingContext* context, tcp::Device* device, int rank, std::chrono::milliseconds timeout, int connection)
+      : tcp::Pair(context, device, rank, timeout), adopting_(*context) {
     std::lock_guard<std::mutex> lock(m_);
 #ifndef TFPAR_GLOO_DEVICE_LISTENS
     device_->unregisterDescriptor(fd_, this);
@@ -63,16 +86,51 @@ class AdoptedPair final : public tcp::Pair {
     std::lock_guard<std::mutex> lock(m_);
     if (state_ != CLOSED) tcp::Pair::changeState(CLOSED);
   }
-};
 
-class AdoptingContext final : public tcp::Context {
- public:
-  using tcp::Context::Context;
-
-  void AdoptPair(int rank, int connection) {
-    pairs_[rank] = std::make_unique<AdoptedPair>(this, device_.get(), rank, getTimeout(), connection);
+  // Gloo's own functions lock the whole context while they write. If the write failed, they would wait for the loop, which
+  // waits for the context. They also announce each send, which only receives from any peer need.
+  void send(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t bytes) override {
+    auto weak = static_cast<AdoptedBuffer*>(buffer)->getWeakNonOwningPtr();
+    std::lock_guard<std::mutex> lock(m_);
+    throwIfException();
+    if (adopting_.TakeAnnouncedReceive(slot, rank_)) {
+      sendUnboundBuffer(std::move(weak), slot, offset, bytes);
+    } else {
+      localPendingSend_[slot].emplace_back(std::move(weak), offset, bytes);
+    }
   }
+
+  void recv(gloo::transport::UnboundBuffer* buffer, uint64_t slot, size_t offset, size_t bytes) override {
+    auto weak = static_cast<AdoptedBuffer*>(buffer)->getWeakNonOwningPtr();
+    std::lock_guard<std::mutex> lock(m_);
+    throwIfException();
+    localPendingRecv_[slot].emplace_back(std::move(weak), offset, bytes);
+    sendNotifyRecvReady(slot, bytes);
+  }
+
+  // The first is that of Gloo until 2024, the second that of 2025.
+  void handleEvents(int events) { HandleEvents(events); }
+  void handleEvents(tcp::Loop&, int events) { HandleEvents(events); }
+
+ private:
+  // Gloo's own function returns at once while a call writes, often for as long as copying a chunk takes, and the loop calls it
+  // again and again. It must not wait for the mutex: to close a pair, its holder waits for the loop.
+  void HandleEvents(int events) {
+    std::unique_lock<std::mutex> lock(m_, std::try_to_lock);
+    if (!lock) return std::this_thread::yield();
+    if (state_ != CONNECTED) return;
+    try {
+      handleReadWrite(events);
+    } catch (const gloo::IoException&) {  // of a write: the pair is closed, and its buffers know
+    }
+  }
+
+  AdoptingContext& adopting_;
 };
+
+void AdoptingContext::AdoptPair(int rank, int connection) {
+  pairs_[rank] = std::make_unique<AdoptedPair>(this, device_.get(), rank, getTimeout(), connection);
+}
 
 #ifdef TFPAR_GLOO_DEVICE_LISTENS
 

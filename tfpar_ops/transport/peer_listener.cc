@@ -20,7 +20,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-constexpr char kPurpose[] = "tfpar/3";
+constexpr char kPurpose[] = "tfpar/4";
 static_assert(sizeof(kPurpose) == sizeof(Handshake::purpose), "with its zero at the end");
 
 // A peer sends its handshake as soon as it is connected.

@@ -3,12 +3,19 @@
 #include <netinet/tcp.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <future>
+#include <memory>
 #include <new>
 #include <string>
 #include <thread>
@@ -20,6 +27,22 @@
 #include "tfpar_ops/transport/peer_listener.h"
 #include "tfpar_ops/transport/threads.h"
 #include "workers.h"
+
+// The length of a message, with its header, whose next write fails, as on a connection that answers nothing any more.
+static std::atomic<size_t> failing_bytes{0};
+
+// Instead of the C library's, also for Gloo.
+extern "C" ssize_t writev(int descriptor, const iovec* parts, int count) {
+  size_t bytes = 0;
+  for (int i = 0; i < count; ++i) bytes += parts[i].iov_len;
+  size_t expected = bytes;
+  if (bytes > 0 && failing_bytes.compare_exchange_strong(expected, 0)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    errno = ETIMEDOUT;
+    return -1;
+  }
+  return syscall(SYS_writev, descriptor, parts, count);
+}
 
 namespace {
 
@@ -214,6 +237,47 @@ TEST(ALostWorkerEndsTheCallsOfAllOthersByName) {
   waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 2}, 0, 3, small.data(), answer.data(), 4));
   CHECK(waiting.Wait()[0].message.find("lost worker 2: ") == 0, "a call that came later");
   CHECK(meshes[0]->WaitingMs() == 0, std::to_string(meshes[0]->WaitingMs()));
+}
+
+// Returns how the sender's call has ended, where the first who sees the error is the thread that writes.
+Outcome SendOnABrokenConnection(bool receiver_is_first) {
+  constexpr size_t kHeader = 48, kElements = 1000;
+  const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+  const Meshes meshes = Connected(3);
+  std::vector<float> values(kElements);
+  const auto message = [&](Collective collective, int place, int peer, uint64_t key) {
+    Call call = SumCall(collective, {0, 1, 2}, place, key, values.data(), values.data(), kElements);
+    call.peer = peer;
+    return call;
+  };
+  std::promise<Outcome> ended;
+  std::future<Outcome> outcome = ended.get_future();
+  Waiting receiver, third;
+  Call send = message(Collective::kSend, 0, 1, 1);
+  send.done = [&ended](const Outcome& outcome) { ended.set_value(outcome); };
+  failing_bytes = kHeader + kElements * sizeof(float);
+  if (receiver_is_first) {
+    receiver.Start(*meshes[1], message(Collective::kReceive, 1, 0, 1));
+    pause();
+  }
+  meshes[0]->Start(send);
+  pause();
+  if (!receiver_is_first) receiver.Start(*meshes[1], message(Collective::kReceive, 1, 0, 1));
+  third.Start(*meshes[2], message(Collective::kReceive, 2, 0, 2));  // the loop of worker 0 hears of it meanwhile
+  if (outcome.wait_for(std::chrono::seconds(30)) != std::future_status::ready) {
+    std::fputs("a call on a broken connection waits forever\n", stderr);
+    std::_Exit(1);
+  }
+  receiver.Wait();
+  third.Wait();
+  return outcome.get();
+}
+
+TEST(AConnectionThatBreaksWhileACallWritesIsLost) {
+  for (const bool receiver_is_first : {true, false}) {  // then the thread of the call sends; or that of Gloo
+    const Outcome outcome = SendOnABrokenConnection(receiver_is_first);
+    CHECK(outcome.kind == Outcome::kLost && outcome.message.find("lost worker 1: writev") == 0, outcome.message);
+  }
 }
 
 // A worker that leaves when its last call is complete does not make the last call of the others fail.

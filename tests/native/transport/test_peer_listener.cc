@@ -63,7 +63,7 @@ std::string Bytes(const Handshake& handshake) { return {reinterpret_cast<const c
 // The handshake that worker 1 of 3 sends to worker 0.
 Handshake ValidHandshake() {
   Handshake handshake;
-  std::memcpy(handshake.purpose, "tfpar/3", 8);
+  std::memcpy(handshake.purpose, "tfpar/4", 8);
   handshake.from = 1;
   handshake.to = 0;
   handshake.size = 3;
@@ -133,7 +133,7 @@ TEST(AThousandOpenConnectionsDoNotKeepPeersOut) {
       const size_t place = (100 * turn + i) % silent.size();
       silent[place] = nullptr;
       silent[place] = std::make_unique<Client>(listener);
-      silent[place]->Send("tfpar/3");  // an incomplete handshake
+      silent[place]->Send("tfpar/4");  // an incomplete handshake
     }
   }
   AllPeersConnect(listener);
