@@ -47,6 +47,17 @@ class AdoptedBuffer final : public tcp::UnboundBuffer {
  public:
   using tcp::UnboundBuffer::getWeakNonOwningPtr;
   using tcp::UnboundBuffer::UnboundBuffer;
+
+  bool TakeReceive() { return Take(recvCompletions_); }
+  bool TakeSend() { return Take(sendCompletions_); }
+
+ private:
+  bool Take(int& completions) {
+    std::lock_guard<std::mutex> lock(m_);
+    if (completions == 0) return false;
+    --completions;
+    return true;
+  }
 };
 
 class AdoptingContext final : public tcp::Context {
@@ -233,6 +244,10 @@ void Prepare(int connection, std::chrono::milliseconds silence) {
 }
 
 }  // namespace
+
+bool TakeReceive(gloo::transport::UnboundBuffer& buffer) { return static_cast<AdoptedBuffer&>(buffer).TakeReceive(); }
+
+bool TakeSend(gloo::transport::UnboundBuffer& buffer) { return static_cast<AdoptedBuffer&>(buffer).TakeSend(); }
 
 std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> connections, const std::string& host,
                                                 std::chrono::milliseconds timeout, std::chrono::milliseconds silence) {

@@ -10,6 +10,7 @@
 namespace gloo {
 namespace transport {
 class Context;
+class UnboundBuffer;
 }  // namespace transport
 }  // namespace gloo
 
@@ -24,6 +25,11 @@ namespace tfpar {
 //   silence: after which a connection is lost if the system of the peer does not answer on it, in whole seconds, from 2.
 std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> connections, const std::string& host,
                                                 std::chrono::milliseconds timeout, std::chrono::milliseconds silence);
+
+// Takes a completed receive, or send, of a buffer of such a context, as its waits do; returns false if there is none. Gloo's own
+// functions have no way to ask: a wait with no time left that fails closes all connections.
+bool TakeReceive(gloo::transport::UnboundBuffer& buffer);
+bool TakeSend(gloo::transport::UnboundBuffer& buffer);
 
 }  // namespace tfpar
 

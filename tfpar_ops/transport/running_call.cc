@@ -9,6 +9,8 @@
 #include <mutex>
 #include <utility>
 
+#include "tfpar_ops/transport/adopted_pairs.h"
+
 namespace tfpar {
 namespace {
 
@@ -165,7 +167,6 @@ void RunningCall::WaitSends(Port& port) {
 // Ends the call if the mesh has failed, or if it still needs a lost worker. Of several lost workers the first is named: the
 // others may have ended because of it.
 void RunningCall::Check() {
-  // Until `failure_` says why the connections were closed: otherwise other calls would take them for lost.
   std::lock_guard<std::mutex> lock(mesh_.mutex_);
   if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};
   for (const int rank : mesh_.losses_) {
@@ -180,22 +181,14 @@ void RunningCall::Check() {
 // Returns whether the messages to and from a lost worker are complete. A worker that has ended after its part of the call is
 // not a loss: its messages have arrived, and those to it were sent.
 //
-// When a connection breaks, Gloo 0.5 does not notify the buffer whose message is incomplete (Pair::signalException), and only
-// a wait returns whether a message is complete. A wait with no time left that fails closes all other connections as well.
-// This worker does not need them any more: the call has failed, and with it the step.
+// When a connection breaks, Gloo 0.5 does not notify the buffer whose message is incomplete (Pair::signalException). After a loss
+// was noticed, no message of its connection is completed any more.
 bool RunningCall::Drain(Port& port) {
-  constexpr std::chrono::milliseconds kNow(0);
-  try {
-    while (port.receives > 0) {
-      if (!port.buffer->waitRecv(nullptr, kNow)) continue;
-      --port.receives;
-      ++port.early;
-    }
-    while (port.sends > 0) {
-      if (port.buffer->waitSend(nullptr, kNow)) --port.sends;
-    }
-  } catch (const gloo::IoException&) {
-    return false;
+  for (; port.receives > 0; --port.receives, ++port.early) {
+    if (!TakeReceive(*port.buffer)) return false;
+  }
+  for (; port.sends > 0; --port.sends) {
+    if (!TakeSend(*port.buffer)) return false;
   }
   return true;
 }

@@ -239,6 +239,25 @@ TEST(ALostWorkerEndsTheCallsOfAllOthersByName) {
   CHECK(meshes[0]->WaitingMs() == 0, std::to_string(meshes[0]->WaitingMs()));
 }
 
+// In the middle of a message, which worker 0 notices, and of which worker 1 knows nothing.
+TEST(ALossWithinAMessageIsNamedToAllOthers) {
+  const size_t elements = size_t{16} << 20;
+  std::vector<float> in(elements, 1.f), out0(2 * elements), out2(2 * elements), small(4);
+  Meshes meshes = Connected(3);
+  Waiting first, other, lost;
+  Call receive = SumCall(Collective::kReceive, {0, 1}, 1, 2, nullptr, small.data(), small.size());
+  other.Start(*meshes[1], receive);
+  first.Start(*meshes[0], SumCall(Collective::kAllGather, {0, 2}, 0, 1, in.data(), out0.data(), elements));
+  lost.Start(*meshes[2], SumCall(Collective::kAllGather, {0, 2}, 1, 1, in.data(), out2.data(), elements));
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  meshes[2].reset();
+  lost.Wait();
+  for (Waiting* waiting : {&first, &other}) {
+    const Outcome outcome = waiting->Wait()[0];
+    CHECK(outcome.kind == Outcome::kLost && outcome.message.find("lost worker 2: ") == 0, outcome.message);
+  }
+}
+
 // Returns how the sender's call has ended, where the first who sees the error is the thread that writes.
 Outcome SendOnABrokenConnection(bool receiver_is_first) {
   constexpr size_t kHeader = 48, kElements = 1000;
