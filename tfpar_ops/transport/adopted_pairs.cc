@@ -30,6 +30,8 @@
 #include <thread>
 #include <utility>
 
+#include "tfpar_ops/transport/sigpipe.h"
+
 namespace tfpar {
 namespace {
 
@@ -257,6 +259,7 @@ std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> conne
     }
   };
   try {
+    const BlockedSigpipe blocked;  // in the thread of the device's loop
     const auto device = CreateDevice(host);
     auto context = std::make_shared<AdoptingContext>(device, rank, static_cast<int>(connections.size()));
     context->setTimeout(timeout);

@@ -12,6 +12,7 @@
 
 #include "tfpar_ops/transport/adopted_pairs.h"
 #include "tfpar_ops/transport/running_call.h"
+#include "tfpar_ops/transport/sigpipe.h"
 
 namespace tfpar {
 namespace {
@@ -76,10 +77,12 @@ void Mesh::Connect(const std::vector<std::string>& addresses) {
   dropped_ = listener_->dropped();
   listener_.reset();
   context_ = Adopt(rank_, std::move(connections), host, kForever, silence_);
-  if (size() == 1) return;
-  farewells_.resize(size());
-  watching_ = true;
-  watcher_ = std::thread([this] { Watch(); });
+  if (size() > 1) {
+    farewells_.resize(size());
+    watching_ = true;
+    const BlockedSigpipe blocked;
+    watcher_ = std::thread([this] { Watch(); });
+  }
 }
 
 void Mesh::Watch() {

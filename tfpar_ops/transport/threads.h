@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "tfpar_ops/transport/sigpipe.h"
+
 namespace tfpar {
 
 class Threads {
@@ -36,6 +38,7 @@ class Threads {
     std::lock_guard<std::mutex> lock(mutex_);
     if (idle_ <= tasks_.size()) {
       try {
+        const BlockedSigpipe blocked;
         threads_.emplace_back([this] { Work(); });
       } catch (const std::system_error& error) {
         return error.what();

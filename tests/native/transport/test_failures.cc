@@ -1,6 +1,7 @@
 // Calls that fail, workers that leave, and connections that are refused.
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -14,6 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <future>
 #include <memory>
 #include <new>
@@ -297,6 +300,29 @@ TEST(AConnectionThatBreaksWhileACallWritesIsLost) {
     const Outcome outcome = SendOnABrokenConnection(receiver_is_first);
     CHECK(outcome.kind == Outcome::kLost && outcome.message.find("lost worker 1: writev") == 0, outcome.message);
   }
+}
+
+// Gloo writes without MSG_NOSIGNAL.
+TEST(NoThreadOfTheTransportIsEndedByASignal) {
+  const Meshes meshes = Connected(2);
+  Together(2, [&](int rank) {
+    std::vector<float> value(4);
+    Waiting waiting;
+    waiting.Start(*meshes[rank], SumCall(Collective::kAllReduce, {0, 1}, rank, 1, value.data(), value.data(), 4));
+    waiting.Wait();
+  });
+  int threads = 0, unblocked = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(task.path() / "status");
+    for (std::string word; status >> word;) {
+      if (word != "SigBlk:") continue;
+      status >> word;
+      unblocked += (std::stoull(word, nullptr, 16) >> (SIGPIPE - 1) & 1) == 0;
+      ++threads;
+    }
+  }
+  CHECK(threads >= 7, std::to_string(threads));  // of each worker: Gloo's, the watcher, that of the call
+  CHECK(unblocked == 1, std::to_string(unblocked));  // this one
 }
 
 // A worker that leaves when its last call is complete does not make the last call of the others fail.
