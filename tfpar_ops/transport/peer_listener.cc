@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 namespace tfpar {
@@ -157,7 +158,13 @@ PeerListener::PeerListener(const Place& place, const std::string& host) : place_
   }
   host_ = name;
   port_ = port;
-  thread_ = std::thread([this] { Serve(); });
+  try {
+    thread_ = std::thread([this] { Serve(); });
+  } catch (const std::system_error&) {  // no thread is left
+    close(listening_);
+    close(wake_);
+    throw;
+  }
 }
 
 void PeerListener::Close() {

@@ -126,6 +126,31 @@ TEST(ATaskIsRefusedWhereNoThreadIsLeft) {
   }
   CHECK(ran == accepted + 1, std::to_string(ran));
 }
+
+TEST(AListenerWithoutAThreadLeavesNoDescriptors) {
+  const auto open = [] {
+    const std::filesystem::directory_iterator all("/proc/self/fd");
+    return static_cast<size_t>(std::distance(begin(all), end(all)));
+  };
+  std::vector<std::unique_ptr<tfpar::PeerListener>> listening;
+  listening.reserve(1000);
+  bool refused = false;
+  const size_t before = open();
+  rlimit limit;
+  CHECK(getrlimit(RLIMIT_AS, &limit) == 0, "getrlimit");
+  const rlimit none{std::min<rlim_t>(1 << 20, limit.rlim_max), limit.rlim_max};
+  CHECK(setrlimit(RLIMIT_AS, &none) == 0, "setrlimit");
+  while (!refused && listening.size() < listening.capacity()) {
+    try {
+      listening.push_back(std::make_unique<tfpar::PeerListener>(tfpar::Place{0, 2, "token"}, "127.0.0.1"));
+    } catch (const std::system_error&) {
+      refused = true;
+    }
+  }
+  CHECK(setrlimit(RLIMIT_AS, &limit) == 0, "setrlimit");
+  CHECK(refused, "all listeners have a thread");
+  CHECK(open() == before + 2 * listening.size(), std::to_string(open()));
+}
 #endif
 
 // A call of worker 0 fails before it begins, and worker 1 waits for it. No later call of worker 0 may be taken for it, and
