@@ -58,6 +58,7 @@ Mesh::~Mesh() {
 }
 
 void Mesh::Connect(const std::vector<std::string>& addresses) {
+  if (!listener_) throw std::runtime_error("the transport has stopped listening: a mesh connects once");
   const Deadline deadline = std::chrono::steady_clock::now() + timeout_;
   std::vector<int> connections(size(), -1);
   for (int peer = 0; peer < size(); ++peer) {
@@ -83,6 +84,7 @@ void Mesh::Connect(const std::vector<std::string>& addresses) {
     const BlockedSigpipe blocked;
     watcher_ = std::thread([this] { Watch(); });
   }
+  connected_ = true;
 }
 
 void Mesh::Watch() {
@@ -185,6 +187,23 @@ void Mesh::WakeAll() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (RunningCall* call : running_) call->Wake();
   if (watched_ && failure_.kind != Outcome::kDone) watched_->abortWaitRecv();
+}
+
+std::string Mesh::Problem(const Call& call) const {
+  if (!connected_) return "the workers are not connected";
+  const auto& members = call.members;
+  if (call.place < 0 || call.place >= static_cast<int>(members.size()) || members[call.place] != rank_) {
+    return "place: not that of this worker among the members";
+  }
+  const std::set<int> ranks(members.begin(), members.end());
+  if (ranks.size() != members.size() || *ranks.begin() < 0 || *ranks.rbegin() >= size()) {
+    return "members: not different ranks of the mesh";
+  }
+  const bool message = call.collective == Collective::kSend || call.collective == Collective::kReceive;
+  if (call.peer < 0 || call.peer >= static_cast<int>(members.size()) || (message && call.peer == call.place)) {
+    return "peer: not the place of another member";
+  }
+  return "";
 }
 
 void Mesh::Start(Call call) {

@@ -114,7 +114,10 @@ class Mesh {
   // Number of connections that were dropped because they did not have the token.
   uint64_t dropped() const { return listener_ ? listener_->dropped() : dropped_; }
 
-  // Starts a call. Does not block. A call that fails ends all later ones: see Abort.
+  // Why a call cannot be made; empty if it can.
+  std::string Problem(const Call& call) const;
+
+  // Starts a call that has no problem. Does not block. A call that fails ends all later ones: see Abort.
   void Start(Call call);
 
   // Ends all calls of this worker, later ones included, and those of the others: it sends them the reason, and closes the
@@ -144,6 +147,7 @@ class Mesh {
   const Place place_;
   std::unique_ptr<PeerListener> listener_;  // until all are connected
   uint64_t dropped_ = 0;
+  std::atomic<bool> connected_{false};
   std::shared_ptr<gloo::transport::Context> context_;
   // By rank. The thread of Gloo writes them; they may be read once an error has ended the connection.
   std::vector<Farewell> farewells_;

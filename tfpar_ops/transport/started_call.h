@@ -63,15 +63,6 @@ inline absl::Status StatusOf(const Outcome& outcome) {
   }
 }
 
-inline absl::Status CheckMembers(const Call& call, const Mesh& mesh) {
-  for (const int member : call.members) {
-    if (member < 0 || member >= mesh.size() || call.members[call.place] != mesh.rank()) {
-      return absl::InvalidArgumentError("members: not this worker's ranks in the mesh");
-    }
-  }
-  return absl::OkStatus();
-}
-
 // Starts a call; the operation ends after the call's own `done`, if it has one.
 //   prepared: of what the operation did before. An error ends the operation, and all calls of the mesh: the other members wait
 //     for this one.
@@ -79,7 +70,10 @@ inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, absl::
                       ::tensorflow::AsyncOpKernel::DoneCallback done) {
   const std::shared_ptr<Mesh> mesh = FindMesh(number);
   OP_REQUIRES_ASYNC(ctx, mesh != nullptr, absl::FailedPreconditionError("the transport of this process is closed"), done);
-  if (prepared.ok()) prepared = CheckMembers(call, *mesh);
+  if (prepared.ok()) {
+    const std::string problem = mesh->Problem(call);
+    if (!problem.empty()) prepared = absl::InvalidArgumentError(problem);
+  }
   if (!prepared.ok()) mesh->Abort(Outcome::kRefused, std::string(prepared.message()));
   OP_REQUIRES_OK_ASYNC(ctx, prepared, done);
   // Cancelling a call leaves the other members in the middle of it, or waiting for it to begin: as in TensorFlow's runtime, all

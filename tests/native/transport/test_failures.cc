@@ -350,6 +350,35 @@ TEST(NoThreadOfTheTransportIsEndedByASignal) {
   CHECK(unblocked == 1, std::to_string(unblocked));  // this one
 }
 
+TEST(CallsThatCannotBeMadeHaveAProblem) {
+  const Meshes meshes = Connected(2);
+  const auto check = [&](std::vector<int> members, int place, int peer, const std::string& problem) {
+    Call call;
+    call.collective = Collective::kSend;
+    call.members = std::move(members);
+    call.place = place;
+    call.peer = peer;
+    const std::string found = meshes[0]->Problem(call);
+    CHECK(problem.empty() ? found.empty() : found.find(problem) == 0, found + ", expected " + problem);
+  };
+  check({0, 1}, 0, 1, "");
+  check({0, 1}, 0, 0, "peer");
+  check({0, 1}, 0, 2, "peer");
+  check({0, 1}, 1, 0, "place");
+  check({0, 1}, 2, 0, "place");
+  check({0, 0}, 0, 1, "members");
+  check({0, 2}, 0, 1, "members");
+  Mesh alone(0, {"a", "b"}, "127.0.0.1", "token", std::chrono::seconds(1), workers::kSilence);
+  CHECK(alone.Problem(Call{}) == "the workers are not connected", alone.Problem(Call{}));
+  std::string message;
+  try {
+    meshes[0]->Connect({"", ""});
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  CHECK(message.find("a mesh connects once") != std::string::npos, message);
+}
+
 // A worker that leaves when its last call is complete does not make the last call of the others fail.
 TEST(AWorkerMayLeaveFirst) {
   for (int turn = 0; turn < 5; ++turn) {
