@@ -176,7 +176,10 @@ class ExchangeKernel : public AsyncOpKernel {
     Residual worker, owner;
     absl::Status opened = variables.worker.emplace().Open(ctx, tensors_, exchange.total, &worker);
     if (opened.ok()) opened = variables.owner.emplace().Open(ctx, tensors_ + 1, owned, &owner);
-    if (!opened.ok()) return {Outcome::kRefused, std::string(opened.message())};
+    if (!opened.ok()) {
+      const bool exhausted = absl::IsResourceExhausted(opened);
+      return {exhausted ? Outcome::kExhausted : Outcome::kRefused, std::string(opened.message())};
+    }
     exchange.worker_residual = worker.old_values;
     exchange.new_worker_residual = worker.new_values;
     exchange.owner_residual = owner.old_values;
