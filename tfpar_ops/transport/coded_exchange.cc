@@ -130,9 +130,11 @@ class RunningCall::Pipeline {
     return PaddingAt(codec_, elements(owner, number)) - kHeaderBytes;
   }
 
+  // Of this call, in which it may compute and send, but not wait for others.
+  Turns::Turn Turn() const { return {call_.mesh_.turns_, call_.call_.turn, exchange_.threads}; }
+
   void ForEach(int64_t n, const std::function<void(int64_t)>& work) const {
     const int64_t units = (n + kUnitElements - 1) / kUnitElements;
-    const Turns::Turn turn(call_.mesh_.turns_, call_.call_.turn, exchange_.threads);
     if (exchange_.for_each && units > 1) return exchange_.for_each(units, work);
     for (int64_t unit = 0; unit < units; ++unit) work(unit);
   }
@@ -141,9 +143,11 @@ class RunningCall::Pipeline {
   int64_t last_block(int64_t unit, int64_t n) const { return std::min(first_block(unit + 1), NumBlocks(codec_, n)); }
 
   void Encode(int64_t number) {
+    if (number >= chunks(0)) return;
+    for (Peer& peer : peers_) WaitForRoom(peer.sent_parts);
+    const Turns::Turn turn = Turn();
     for (Peer& peer : peers_) {
       if (!has(peer.place, number)) continue;
-      WaitForRoom(peer.sent_parts);
       EncodeChunk(peer.place, number, payload(peer.sent_parts, number));
       Send(peer.sent_parts, kParts, peer.place, number);
     }
@@ -178,6 +182,7 @@ class RunningCall::Pipeline {
     const int64_t n = elements(place_, number), at = number * chunk_, begin = place_ * exchange_.shard + at;
     const int64_t exist = std::min(n, valid(place_) - at);
     const float* residual = exchange_.owner_residual;
+    const Turns::Turn turn = Turn();
     ForEach(n, [&](int64_t unit) {
       tfpar_recode(&owner_codec_, n, parts.data(), call_.size(), 1.0f, exist, begin, residual ? residual + at : nullptr,
                    residual ? exchange_.new_owner_residual + at : nullptr, own_result(number), first_block(unit),
@@ -194,6 +199,7 @@ class RunningCall::Pipeline {
     for (Peer& peer : peers_) {
       if (!has(peer.place, number)) continue;
       call_.WaitReceive(*peer.results.port);
+      const Turns::Turn turn = Turn();
       DecodeChunk(peer.place, number, payload(peer.results, number));
       Receive(peer.results, kResults, peer.place, number + kWindow);
     }

@@ -5,8 +5,9 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <mutex>
-#include <set>
 
 namespace tfpar {
 
@@ -24,16 +25,20 @@ class Turns {
    public:
     Turn(Turns& turns, int64_t number, int limit) : turns_(turns) {
       std::unique_lock<std::mutex> lock(turns_.mutex_);
-      turns_.waiting_.insert(number);
-      turns_.free_.wait(lock, [&] { return turns_.computing_ < limit && *turns_.waiting_.begin() == number; });
-      turns_.waiting_.erase(number);
+      if (turns_.computing_ >= limit || !turns_.waiting_.empty()) {
+        const auto own = std::make_shared<Waiter>();
+        own->limit = limit;
+        turns_.waiting_.emplace(number, own);
+        own->next.wait(lock, [&] { return turns_.First() == own; });
+        turns_.waiting_.erase(number);
+      }
       ++turns_.computing_;
-      if (!turns_.waiting_.empty() && turns_.computing_ < limit) turns_.free_.notify_all();
+      turns_.WakeFirst(lock);
     }
     ~Turn() {
-      std::lock_guard<std::mutex> lock(turns_.mutex_);
+      std::unique_lock<std::mutex> lock(turns_.mutex_);
       --turns_.computing_;
-      if (!turns_.waiting_.empty()) turns_.free_.notify_all();
+      turns_.WakeFirst(lock);
     }
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
@@ -43,9 +48,26 @@ class Turns {
   };
 
  private:
+  struct Waiter {
+    std::condition_variable next;
+    int limit = 1;
+  };
+
+  // The one that may compute; null for none.
+  std::shared_ptr<Waiter> First() const {
+    if (waiting_.empty() || computing_ >= waiting_.begin()->second->limit) return nullptr;
+    return waiting_.begin()->second;
+  }
+
+  // Wakes one thread at most, and only once it can take the mutex: many threads wait, for few processors.
+  void WakeFirst(std::unique_lock<std::mutex>& lock) {
+    const std::shared_ptr<Waiter> first = First();
+    lock.unlock();
+    if (first) first->next.notify_one();
+  }
+
   std::mutex mutex_;
-  std::condition_variable free_;
-  std::set<int64_t> waiting_;
+  std::map<int64_t, std::shared_ptr<Waiter>> waiting_;  // by the number of the call
   int64_t next_ = 0;
   int computing_ = 0;
 };
