@@ -1,18 +1,52 @@
-// Parts of the transport by themselves: the turns of calls.
+// Parts of the transport by themselves: the memory that calls reuse, and their turns.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../check.h"
+#include "tfpar_ops/transport/spare_memory.h"
 #include "tfpar_ops/transport/turns.h"
 #include "workers.h"
 
 namespace {
 
+using tfpar::SpareMemory;
 using tfpar::Turns;
+
+// Takes blocks, all at the same time, and returns where they are.
+std::vector<char*> TakeAndReturn(SpareMemory& memory, const std::vector<size_t>& sizes) {
+  std::vector<SpareMemory::Block> blocks;
+  std::vector<char*> places;
+  for (const size_t size : sizes) blocks.push_back(memory.Take(size));
+  for (SpareMemory::Block& block : blocks) places.push_back(block.data.get());
+  for (SpareMemory::Block& block : blocks) memory.Return(std::move(block));
+  std::sort(places.begin(), places.end());
+  return places;
+}
+
+// More than a bound that does not know the calls would keep.
+TEST(CallsReuseAllMemoryOfTheCallsBefore) {
+  SpareMemory memory;
+  const std::vector<size_t> sizes(12, size_t{10} << 20);
+  const std::vector<char*> places = TakeAndReturn(memory, sizes);
+  CHECK(TakeAndReturn(memory, sizes) == places, "other memory");
+}
+
+TEST(MemoryOfSizesThatNoCallTakesAnyMoreIsFreed) {
+  SpareMemory memory;
+  constexpr size_t kMiB = size_t{1} << 20;
+  TakeAndReturn(memory, {100 * kMiB});
+  for (size_t size = 2; size <= 40; size += size) TakeAndReturn(memory, {size * kMiB, size * kMiB});
+  CHECK(memory.held_bytes() < 113 * kMiB, std::to_string(memory.held_bytes()));
+  TakeAndReturn(memory, {32 * kMiB, 32 * kMiB});  // the latest remain
+  CHECK(memory.held_bytes() > 64 * kMiB, std::to_string(memory.held_bytes()));
+}
 
 TEST(EarlierCallsComputeFirst) {
   Turns turns;
