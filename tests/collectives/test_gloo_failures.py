@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from tfpar.cluster import failure, own_failure
@@ -104,3 +108,21 @@ def test_an_error_of_the_program_ends_the_call_of_the_other_worker(meshes):
     own, other = errors_of([fail, gather(meshes, 1, tf.ones([1, 3]))])
     assert isinstance(own, tf.errors.InternalError)
     check_named(own, other, "ValueError: a hook")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_forked_process_that_ends_leaves_the_connections_to_its_parent(meshes):
+    child = os.fork()
+    if child == 0:
+        transport_library().close(meshes[0])  # as `atexit` does
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            pytest.fail("the process does not end")
+        time.sleep(0.01)
+    calls = [gather(meshes, rank, tf.fill([1, 3], float(rank))) for rank in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        for rows in threads.map(lambda call: call(), calls, timeout=60):
+            assert rows.numpy().tolist() == [[0.0] * 3, [1.0] * 3]

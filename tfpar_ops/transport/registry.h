@@ -9,7 +9,7 @@
 
 namespace tfpar {
 
-// The mesh with a number; null if it is closed or does not exist.
+// The mesh with a number; null if it is closed or does not exist, or if another process made it.
 std::shared_ptr<Mesh> FindMesh(int64_t number);
 
 }  // namespace tfpar

@@ -1,5 +1,7 @@
 #include "tfpar_ops/transport/transport.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -23,6 +25,7 @@ namespace {
 struct OpenMesh {
   std::shared_ptr<Mesh> mesh;
   std::shared_future<void> ended;
+  pid_t process = getpid();  // a forked one has no threads, and what closes its connections closes those of its parent
 };
 
 struct Meshes {
@@ -66,7 +69,7 @@ std::shared_ptr<Mesh> FindMesh(int64_t number) {
   Meshes& all = All();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.by_number.find(number);
-  return found == all.by_number.end() ? nullptr : found->second.mesh;
+  return found == all.by_number.end() || found->second.process != getpid() ? nullptr : found->second.mesh;
 }
 
 }  // namespace tfpar
@@ -139,7 +142,7 @@ void tfpar_transport_close(int64_t number) {
   {
     std::lock_guard<std::mutex> lock(all.mutex);
     const auto found = all.by_number.find(number);
-    if (found == all.by_number.end()) return;
+    if (found == all.by_number.end() || found->second.process != getpid()) return;
     closing = std::move(found->second);
     all.by_number.erase(found);
   }

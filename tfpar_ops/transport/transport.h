@@ -48,7 +48,8 @@ int64_t tfpar_transport_waiting_ms(int64_t mesh);
 //   own: whether this worker is the cause. If not, calls end with an UnavailableError, here as there.
 void tfpar_transport_abort(int64_t mesh, int32_t own, const char* reason);
 
-// Ends all calls and all threads, and closes the connections. Blocks until then.
+// Ends all calls and all threads, and closes the connections. Blocks until then. Does nothing in a forked process, for which no
+// other function finds the mesh either.
 void tfpar_transport_close(int64_t mesh);
 
 #if defined(__GNUC__)
