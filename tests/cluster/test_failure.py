@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import sys
 
 from tests import nursery
@@ -252,6 +253,27 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
     done = nursery.run([sys.executable, "-c", other], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+
+
+@pytest.mark.cluster
+def test_a_port_that_tensorflow_cannot_open_is_named_and_no_lost_worker():
+    """With exit code 75, a scheduler would start again for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = {"cluster": {"worker": [f"127.0.0.1:{port}"]}, "task": {"type": "worker", "index": 0}}
+        done = nursery.run(
+            [sys.executable, "experiments/image_classification.py", "--steps=2", "--strategy=multi_worker"],
+            cwd=ROOT,
+            env={**os.environ, "TF_CONFIG": json.dumps(config)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    said = (
+        f"error: worker 0 (127.0.0.1:{port}) cannot listen on port {port} of its machine: Could not start gRPC server."
+    )
+    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.cluster

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from tfpar.cluster import heartbeat, own_failure
 from tfpar.cluster.info import ClusterInfo
-from tfpar.cluster.rendezvous import format_tasks, wait_for_all
+from tfpar.cluster.rendezvous import BIND_ERROR, format_tasks, port_error, wait_for_all
 from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_ours
 from tfpar.process.safe_write import shortened
 from tfpar_ops.library import library
@@ -143,12 +143,16 @@ def connecting(info: ClusterInfo, timeout: float) -> Iterator[None]:
 
     Raises:
       PeerLostError: A worker did not join, or was lost meanwhile.
+      TrainingError: This process cannot listen on its port.
     """
     wait_for_all(info, timeout)
     try:
         yield
     except tf.errors.OpError as error:
-        raise PeerLostError(f"TensorFlow could not connect the workers: {error.message.splitlines()[0]}") from error
+        reason = error.message.splitlines()[0]
+        if BIND_ERROR in error.message:
+            raise port_error(info, reason) from error
+        raise PeerLostError(f"TensorFlow could not connect the workers: {reason}") from error
     finally:
         restore_sigterm()
 
