@@ -103,19 +103,31 @@ def test_workers_with_other_models_say_so_before_the_first_step():
 _THREE_TRAINERS = """
 import tfpar, keras, numpy as np
 x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
-for width in (4, 9, 5):
+options = {"global_batch_size": 8, "jit_compile": "false", "verbose": 0}
+for width, strategy in ((4, "auto"), (9, "multi_worker"), (5, "auto")):
     build = lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(width), keras.layers.Dense(1)])
-    trainer = tfpar.Trainer(build, "sgd", "mse", global_batch_size=8, jit_compile="false", verbose=0)
+    trainer = tfpar.Trainer(build, "sgd", "mse", strategy=strategy, **options)
     result = trainer.fit(x, x[:, :1], epochs=1, validation=(x, x[:, :1]))
     print("trained", width, trainer.predict(x).shape, result["params_sha256"], flush=True)
+for other in ({"peer_timeout": 20.0}, {"devices": 2}, {"devices": 2, "mesh": "model:2"}, {"mesh": "auto"}):
+    try:
+        tfpar.Trainer(build, "sgd", "mse", **options, **other)
+    except tfpar.ConfigError as error:
+        print("refused", error, flush=True)
 """
 
 
 def test_several_trainers_in_a_program(tmp_path):
-    """They share the strategy that the first one started."""
+    """They share the strategy that the first one started, and options that it cannot follow are named."""
     (tmp_path / "three.py").write_text(_THREE_TRAINERS)
     result = launch(2, str(tmp_path / "three.py"))
     assert result.returncode == 0, result.stdout + result.stderr
     trained = [line.partition("trained ")[2] for line in result.stdout.splitlines() if "trained " in line]
     assert sorted(trained) == sorted(2 * list(dict.fromkeys(trained)))
     assert {line.split()[0] for line in trained} == {"4", "9", "5"}
+    for option, runs in (("peer_timeout=20.0", "30.0"), ("devices=2", "1"), ("mesh=data:2,model:2", "data:2")):
+        said = f"refused --{option} does not agree with the strategy that connects this process to its cluster, which "
+        assert result.stdout.count(f"{said}runs with --{option.partition('=')[0]}={runs} and can be") == 2, (
+            result.stdout
+        )
+    assert result.stdout.count("refused --mesh=auto is chosen before the strategy starts, and") == 2, result.stdout

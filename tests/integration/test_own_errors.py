@@ -41,3 +41,4 @@ def test_after_an_error_of_all_workers_they_may_go_on(transport):
     assert result.returncode == 0, output
     assert all(f"caught on worker {rank}" in output for rank in range(2)), output
     assert output.count("went on with 64 examples") == 2, output
+    assert output.count("another trainer went on") == 2, output

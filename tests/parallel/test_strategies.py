@@ -133,3 +133,31 @@ def test_transport_of_gpus(monkeypatch, transport, parts, reason):
     monkeypatch.setenv("TFPAR_SHARED_GPUS", "1")
     shared = choose_topology(StrategyConfig(transport=transport), of_cluster(**WORKERS))
     assert shared.transport_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, None),
+        ({"strategy": "multi_worker", "transport": "gloo", "peer_timeout": 20.0}, None),
+        ({"transport": "tensorflow"}, "--transport=tensorflow does not .* with --transport=gloo"),
+        ({"peer_timeout": 40.0}, "--peer_timeout=40.0 does not .* with --peer_timeout=20.0"),
+        ({"start_timeout": 60.0}, "--start_timeout=60.0 does not .* with --start_timeout=600.0"),
+        ({"devices": 2}, "--devices=2 does not .* with --devices=1"),
+        ({"mesh": "model:2"}, "--mesh=data:2,model:2 does not .* with --mesh=data:2"),
+    ],
+)
+def test_a_process_connects_to_its_cluster_once(monkeypatch, options, named):
+    """Real workers: tests/integration/test_own_errors.py."""
+    running = choose_topology(StrategyConfig(transport="gloo", peer_timeout=20.0), of_cluster(**WORKERS))
+    first = strategies.Runtime(topology=running, strategy=tf.distribute.get_strategy())
+    monkeypatch.setattr(strategies, "_running", [first])
+    asked = choose_topology(StrategyConfig(**options), of_cluster(**WORKERS))
+    if named:
+        with pytest.raises(ConfigError, match=f"{named} and can be started once"):
+            strategies.build(asked)
+        return
+    again = strategies.build(asked)
+    assert again.strategy is first.strategy
+    assert (again.topology.peer_timeout, again.topology.transport) == (20.0, "gloo")
+    assert again.topology.reason == asked.reason

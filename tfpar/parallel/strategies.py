@@ -16,7 +16,7 @@ from typing import Any
 from tfpar.cluster import failure, port_filter
 from tfpar.collectives import gloo_mesh
 from tfpar.collectives.tensorflow import has_nccl
-from tfpar.config import ConfigError
+from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import graph_passes
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 # TensorFlow 2.21's messages about devices and collectives that are configured after its runtime was initialised.
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
 
+_OF_CLUSTERS = ("multi_worker", "parameter_server")
 _TPU_CONNECT_S = 20.0
 _MESSAGE_THREADS = 16
 _FEW_THREADS = 2
@@ -61,10 +62,10 @@ class Runtime:
         return self.topology
 
 
-# The strategies of this process, each with its topology. They are reused because a second MultiWorkerMirroredStrategy
-# restarts its count of collectives (TensorFlow 2.21, `CollectiveKeys`), and the runtime then confuses its collectives
-# with those of the first strategy, which had other shapes.
-_running: list[tuple[Topology, Runtime]] = []
+# The strategy of this process that connects a cluster, if there is one. It is reused: TensorFlow 2.21 starts its server
+# and its coordination service once a process, and a second MultiWorkerMirroredStrategy would restart its count of
+# collectives (`CollectiveKeys`), which the runtime then confuses with those of the first, which had other shapes.
+_running: list[Runtime] = []
 
 
 def build(topology: Topology) -> Runtime:
@@ -79,13 +80,14 @@ def build(topology: Topology) -> Runtime:
 
     Raises:
       TooLateError: TensorFlow was initialised too early for the devices.
-      ConfigError: The TPU cannot be reached, or the workers' transport cannot be used.
+      ConfigError: The TPU cannot be reached, the workers' transport cannot be used, or this process is connected to its
+        cluster with other options.
     """
     graph_passes.leave_sums_whole()
     if topology.name == "tpu":
         return _build_tpu(topology)
-    if running := [runtime for asked, runtime in _running if topology in (asked, runtime.topology)]:
-        return running[0]
+    if topology.name in _OF_CLUSTERS and _running:
+        return _reused(_running[0], topology)
     builders = {
         "one_device": _build_one_device,
         "mirrored": _build_mirrored,
@@ -96,8 +98,8 @@ def build(topology: Topology) -> Runtime:
         strategy = builders[topology.name](topology)
         _restrict_port(topology)
         runtime = Runtime(topology=_with_transport(topology), strategy=strategy)
-        if topology.name == "multi_worker":
-            _running.append((topology, runtime))
+        if topology.name in _OF_CLUSTERS:
+            _running.append(runtime)
         return runtime
     except (RuntimeError, ValueError) as error:
         if not _TOO_LATE.search(str(error)):
@@ -110,9 +112,49 @@ def build(topology: Topology) -> Runtime:
         ) from error
 
 
+def has_cluster() -> bool:
+    """Whether a strategy of this process connects a cluster already."""
+    return bool(_running)
+
+
+def _reused(running: Runtime, topology: Topology) -> Runtime:
+    """The running strategy of a cluster, for a topology that it can serve.
+
+    Raises:
+      ConfigError: It cannot. The message names the option.
+    """
+    ours = running.topology
+    asked = {name: getattr(topology, name) for name in ("peer_timeout", "start_timeout", "transport")}
+    # The running strategy decides about what has its default.
+    asked = {name: value for name, value in asked.items() if value != getattr(StrategyConfig(), name)}
+    asked |= {"strategy": topology.name, "devices": topology.local_devices}
+    if max(topology.mesh.devices_of_replica, ours.mesh.devices_of_replica) > 1:
+        asked = {"mesh": topology.mesh.text, **asked}
+    runs = {"strategy": ours.name, "devices": ours.local_devices, "mesh": ours.mesh.text}
+    for name, value in asked.items():
+        if value != (has := runs.get(name, getattr(ours, name, None))):
+            raise ConfigError(
+                f"--{name}={value} does not agree with the strategy that connects this process to its cluster, which "
+                f"runs with --{name}={has} and can be started once. Give all trainers of a process the same --{name}, "
+                "or start another process."
+            )
+    if _members(topology) != _members(ours):
+        raise ConfigError(
+            "the description of the cluster has changed since this process connected to it, which it can do once. "
+            f"Leave {ours.cluster.source if ours.cluster else 'it'} unchanged, or start another process."
+        )
+    return dataclasses.replace(running, topology=dataclasses.replace(ours, reason=topology.reason))
+
+
+def _members(topology: Topology) -> tuple[Any, ...]:
+    """The members of a cluster and this process's place among them, wherever the description came from."""
+    assert topology.cluster is not None
+    return topology.cluster.cluster, topology.cluster.task_type, topology.cluster.task_index
+
+
 def _restrict_port(topology: Topology) -> None:
     """Restricts the server that TensorFlow started for this process to the process's own address."""
-    if topology.name not in ("multi_worker", "parameter_server") or not (topology.cluster and topology.cluster.address):
+    if topology.name not in _OF_CLUSTERS or not (topology.cluster and topology.cluster.address):
         return
     try:
         port_filter.restrict(topology.cluster.address)

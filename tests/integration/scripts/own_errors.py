@@ -22,12 +22,12 @@ def main(transport: str, who: str) -> None:
     options = {"strategy": "multi_worker", "transport": transport, "peer_timeout": 20.0, "jit_compile": False}
     trainer = tfpar.Trainer(model, "sgd", "mse", global_batch_size=32, log_every=1000, **options)
     rank = trainer.topology.worker
+    x = np.ones([64, 8], "float32")
 
     def fail(state: tfpar.LoopState) -> None:
         if state.step == 4 and who in ("all", f"{rank}"):
             raise ValueError(f"of a hook {'é' * 300}")
 
-    x = np.ones([64, 8], "float32")
     try:
         trainer.fit((x, x[:, :1]), steps=8, hooks=[tfpar.Hook(4, fail)])
     except ValueError:
@@ -37,6 +37,10 @@ def main(transport: str, who: str) -> None:
     results = trainer.evaluate((x, x[:, :1]))
     trainer.fit((x, x[:, :1]), steps=2)
     print(f"went on with {results['examples']:.0f} examples", flush=True)
+    # With options that differ, but not in what the running strategy depends on.
+    another = tfpar.Trainer(model, "sgd", "mse", global_batch_size=32, log_every=1000, jit_compile=False)
+    another.fit((x, x[:, :1]), steps=2)
+    print("another trainer went on", flush=True)
 
 
 if __name__ == "__main__":

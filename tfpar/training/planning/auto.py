@@ -18,6 +18,7 @@ from tfpar.parallel.planner.machine import Machine, parse_size
 from tfpar.parallel.planner.plan import Plan
 from tfpar.parallel.planner.search import Question, check_fits, search
 from tfpar.parallel.planner.table import describe_machine, table
+from tfpar.parallel.strategies import has_cluster
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import PeerLostError
@@ -94,6 +95,11 @@ def planned(config: ExperimentConfig, subject: Subject) -> dict[str, Any]:
         )
     if topology.cluster is None or topology.workers == 1:
         return _decide(config, subject, topology)
+    if has_cluster():
+        raise ConfigError(
+            "--mesh=auto is chosen before the strategy starts, and this process is connected to its cluster already. "
+            "Give the Trainer the runtime of the first, runtime=trainer.runtime, or name its mesh."
+        )
     message = ""
     if topology.is_chief:
         try:
