@@ -178,7 +178,7 @@ def peer_errors_named(info: ClusterInfo | None) -> Iterator[None]:
     Raises:
       PeerLostError: A collective failed because of another worker, or a connection broke and a worker does not answer.
     """
-    with own_failure.told(), _losses_named(info):
+    with own_failure.told(info), _losses_named(info):
         yield
 
 

@@ -40,7 +40,7 @@ class OwnFailure:
     """
 
     def __init__(self, info: ClusterInfo, peer_timeout: float, disconnect: Callable[[str], None] | None) -> None:
-        self._info, self._disconnect = info, disconnect
+        self.info, self._disconnect = info, disconnect
         self._patience = _ALIKE_SHARE * peer_timeout
         self._raised = 0  # errors that all workers have raised alike, and this one
         self._failed = False
@@ -76,8 +76,8 @@ class OwnFailure:
         limit = (_ASK_MS,) if "timeout_in_ms" in inspect.signature(store.get_config_key_value).parameters else ()
         deadline = time.monotonic() + self._patience
         try:
-            store.set_config_key_value(f"{keys}/{self._info.worker_rank}", _text(error))
-            for rank in range(self._info.num_workers):
+            store.set_config_key_value(f"{keys}/{self.info.worker_rank}", _text(error))
+            for rank in range(self.info.num_workers):
                 while not _has(store, f"{keys}/{rank}", limit):
                     if time.monotonic() > deadline:
                         return False
@@ -88,10 +88,10 @@ class OwnFailure:
 
     def _report(self, error: BaseException) -> None:
         """Ends the calls over TensorFlow's runtime, through its coordination service."""
-        if not self._info.is_chief and not heartbeat.probe_servers([self._info.worker_addresses[0]], _PROBE_S)[0]:
+        if not self.info.is_chief and not heartbeat.probe_servers([self.info.worker_addresses[0]], _PROBE_S)[0]:
             return  # the report would wait for the chief; the others have lost it, too
-        job, index = self._info.worker_tasks[self._info.worker_rank]
-        name = f"/job:{job}/replica:0/task:{index} ({self._info.address})"
+        job, index = self.info.worker_tasks[self.info.worker_rank]
+        name = f"/job:{job}/replica:0/task:{index} ({self.info.address})"
         with contextlib.suppress(tf.errors.OpError):
             context.context().report_error_to_cluster(tf.errors.UNAVAILABLE, f"{name} failed: {_text(error)}")
 
@@ -127,15 +127,23 @@ def watch(info: ClusterInfo, peer_timeout: float, disconnect: Callable[[str], No
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Within the context, an error of this worker ends the calls of the others, if they do not raise one, too."""
+def told(info: ClusterInfo | None) -> Iterator[None]:
+    """Within the context, an error of this worker ends the calls of the others, if they do not raise one, too.
+
+    Args:
+      info: The cluster in which this process trains. Unless it is the one that is watched, nobody waits: a hook of a
+        run may train another model on a single device.
+    """
+    if _sessions.own is None or info != _sessions.own.info:
+        yield
+        return
     _sessions.depth += 1
     try:
         yield
     except _NOT_OWN:
         raise
     except BaseException as error:
-        if _sessions.own and not _sessions.told:
+        if not _sessions.told:
             _sessions.told = True
             _sessions.own.tell(error)
         raise
