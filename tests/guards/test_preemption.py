@@ -14,7 +14,7 @@ import tfpar
 from tests import nursery
 from tfpar.guards.preemption import PreemptionFlag
 from tfpar.monitor import summary as results
-from tfpar.process.exit_codes import PREEMPTED, Preempted, install_sigterm_handler, restore_default_signals
+from tfpar.process.exit_codes import INTERRUPTED, PREEMPTED, Preempted, install_sigterm_handler, restore_default_signals
 
 import keras
 import numpy as np
@@ -70,20 +70,63 @@ def test_in_another_thread_nothing_is_handled():
     assert not requests[0].received
 
 
-def test_a_second_request_ends_the_process():
+def test_a_second_request_ends_the_process_but_not_one_that_is_sent_twice():
+    """systemd and srun send the signal to every process, and their launcher forwards it."""
     code = "\n".join(
         [
-            "import os, signal",
-            "from tfpar.guards.preemption import PreemptionFlag",
-            "with PreemptionFlag() as request:",
-            "    os.kill(os.getpid(), signal.SIGTERM)",
+            "import os, signal, time",
+            "from tfpar.guards import preemption",
+            "with preemption.PreemptionFlag() as request:",
+            "    for _ in range(3):",
+            "        os.kill(os.getpid(), signal.SIGTERM)",
             "    print(request.received, flush=True)",
+            "    preemption._ONE_REQUEST_S = 0.1",
+            "    time.sleep(0.2)",
             "    os.kill(os.getpid(), signal.SIGTERM)",
             "    print('still here')",
         ]
     )
     done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done
+
+
+FORKS = """
+import multiprocessing, os, signal, time
+from tfpar.guards.interruption import ExitOnInterrupt
+from tfpar.guards.preemption import PreemptionFlag
+from tfpar.process.exit_codes import install_sigterm_handler
+
+def work(started):
+    try:
+        started.set()
+        time.sleep(600)
+    except KeyboardInterrupt:
+        os._exit(3)
+
+install_sigterm_handler()
+fork = multiprocessing.get_context("fork")
+with PreemptionFlag() as request, ExitOnInterrupt(lambda: print("interrupted")):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        started = fork.Event()
+        child = fork.Process(target=work, args=[started])
+        child.start()
+        started.wait()
+        os.kill(child.pid, number)
+        child.join(60)
+        print(child.exitcode, request.received, flush=True)
+        child.kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(request.received, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(600)
+"""
+
+
+def test_a_fork_can_be_ended_and_the_run_goes_on():
+    """A hook may start a `multiprocessing.Process`, terminate it and join it."""
+    done = nursery.run([sys.executable, "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "-15 False\n3 False\nTrue\ninterrupted\n", done
+    assert done.returncode == INTERRUPTED
 
 
 def test_before_training_nothing_is_lost():

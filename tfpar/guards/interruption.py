@@ -4,12 +4,15 @@ traceback."""
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable
 
 from tfpar.process.exit_codes import INTERRUPTED, exit_immediately
+
+_entered: list[ExitOnInterrupt] = []
 
 
 class ExitOnInterrupt:
@@ -41,6 +44,8 @@ class ExitOnInterrupt:
         self._leaving.callback(writer.close)  # ends the thread
         self._leaving.callback(signal.set_wakeup_fd, before)
         self._leaving.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
+        _entered.append(self)
+        self._leaving.callback(_entered.remove, self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,3 +60,12 @@ class ExitOnInterrupt:
                     reporting.start()
                     reporting.join(self._REPORT_S)
                     exit_immediately(INTERRUPTED)
+
+
+def _leave_in_child() -> None:
+    """Gives a fork its Ctrl-C back: it has no thread that waits, and the socket leads to that of its parent."""
+    for entered in [*_entered]:
+        entered.__exit__()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -127,6 +127,15 @@ def sigterm_is_ours() -> bool:
     return sigterm_is_free() or getattr(signal.getsignal(signal.SIGTERM), "of_tfpar", False)
 
 
+def _end_forks_as_ever() -> None:
+    """Makes SIGTERM end a fork of this process, such as a `multiprocessing.Process`: it is no worker of the run."""
+    if sigterm_is_ours():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_end_forks_as_ever)
+
+
 def _end(_: int, __: types.FrameType | None) -> None:
     # Written past Python's streams: the signal may have come in the middle of a print.
     os.write(2, b"asked to end (SIGTERM) while not training: there is nothing to save. Start again to go on.\n")
