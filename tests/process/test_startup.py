@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 
-from tfpar.process import startup
+from tfpar.process import after_import, startup
 
 import pytest
 
 PROGRAM = """
-import gc
+import gc, importlib.util
 from tfpar.process.startup import quiet_startup
 quiet_startup()
+for name in ("keras", "tensorflow"):  # as programs do that ask what is installed
+    assert importlib.util.find_spec(name)
 import keras
 import tensorflow as tf
 strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -71,6 +75,51 @@ def test_errors_on_standard_error_come_through(capfd):
         "Traceback, say",
         "after",
     ]
+
+
+ABORTS = """
+import os, sys
+from tfpar.process.startup import filtered_stderr
+with filtered_stderr():
+    os.write(2, b"F0000 00:00:1795247585.374341 cpu_feature_guard.cc:1] compiled to use AVX instructions\\n")
+    END
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("os.abort()", -signal.SIGABRT), ("os._exit(3)", 3), ("sys.exit(4)", 4)])
+def test_what_a_process_said_before_native_code_ended_it_comes_through(end, code):
+    program = ABORTS.replace("END", end)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code
+    assert done.stderr.count("compiled to use AVX instructions") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "tempfile._candidate_tempdir_list = lambda: ['/gone']",  # a container that is read-only
+        "os.memfd_create = lambda _: os.open('/gone/file', 0)",
+        "os.getpid = lambda: 1",  # the first process of a container, with which all others end
+    ],
+)
+def test_whatever_the_machine_has_not_everything_comes_through(change):
+    program = f"import os, tempfile\n{change}\n{ABORTS.replace('END', 'pass')}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr.count("compiled to use AVX instructions") == 1
+
+
+def test_a_function_runs_after_an_import_though_somebody_asked_for_the_module_before(tmp_path, monkeypatch):
+    (tmp_path / "tfpar_asked_for.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[int] = []
+    after_import.after_import("tfpar_asked_for", lambda: seen.append(sys.modules["tfpar_asked_for"].value))
+    for _ in range(2):
+        assert importlib.util.find_spec("tfpar_asked_for")
+    assert not seen
+    finders = len(sys.meta_path)
+    monkeypatch.delitem(sys.modules, "tfpar_asked_for", raising=False)
+    importlib.import_module("tfpar_asked_for")
+    assert (seen, len(sys.meta_path)) == ([1], finders - 1)
 
 
 def test_user_settings_and_repeated_calls(monkeypatch):

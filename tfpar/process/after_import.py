@@ -70,25 +70,57 @@ class _EndOfImports(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Notice(importlib.abc.MetaPathFinder):
-    """Notices the first import of a module, wherever it happens."""
+class FirstImport(importlib.abc.MetaPathFinder):
+    """Takes part in the first import of a module, wherever it happens. Others may ask whether there is such a module.
 
-    def __init__(self, name: str, function: Callable[[], object]) -> None:
-        self._name, self._function = name, function
+    Args:
+      name: Name of the module.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asks = False
+
+    def execute(self, load: Callable[[Any], object], module: Any) -> None:
+        """Imports the module.
+
+        Args:
+          load: What executes a module.
+          module: The module, which is empty yet.
+        """
+        raise NotImplementedError
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """The other finders' answer, with a loader that runs the function; None for any other module."""
-        if fullname != self._name:
+        """The other finders' answer, with a loader that calls `execute`; None for any other module."""
+        if fullname != self._name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks = False
         loader: Any = spec.loader if spec else None
         if loader is not None:
             load = loader.exec_module
 
-            def load_and_run(module: Any) -> None:
-                load(module)
-                self._function()
+            def execute_first(module: Any) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.execute(load, module)
+                else:
+                    load(module)
 
-            loader.exec_module = load_and_run
+            loader.exec_module = execute_first
         return spec
+
+
+class _Notice(FirstImport):
+    """Notices the first import of a module."""
+
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
+        super().__init__(name)
+        self._function = function
+
+    def execute(self, load: Callable[[Any], object], module: Any) -> None:
+        load(module)
+        self._function()

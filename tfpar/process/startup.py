@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
-import importlib.abc
-import importlib.util
 import logging
 import os
 import re
+import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfpar.process.activity import activity
+from tfpar.process.after_import import FirstImport
 
 import absl.logging
 
@@ -69,6 +68,9 @@ def quiet_startup(verbose: bool | None = None) -> None:
 def filtered_stderr(chatter: re.Pattern[str] = _IMPORT_CHATTER) -> Iterator[None]:
     """Captures the process's standard error, including that of C++ code; writes the relevant lines at the end.
 
+    If native code ends the process meanwhile, as TensorFlow does on a CPU without AVX, all lines are written. Where
+    that cannot be ensured, nothing is captured.
+
     Args:
       chatter: Lines that match from their beginning are dropped; all others are written when the context ends.
     """
@@ -78,19 +80,52 @@ def filtered_stderr(chatter: re.Pattern[str] = _IMPORT_CHATTER) -> Iterator[None
     except (AttributeError, OSError, ValueError):  # a process without standard error
         yield
         return
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
-            os.dup2(terminal, 2)
-            os.close(terminal)
-            held.seek(0)
-            for line in held.read().splitlines(keepends=True):
+    holder = _hold(terminal)
+    if holder is None:
+        os.close(terminal)
+        yield
+        return
+    held, shell = holder
+    os.dup2(held, 2)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        shell.communicate(b"\n")
+        with open(held, "rb") as file:
+            file.seek(0)
+            for line in file:
                 if not chatter.match(line.decode(errors="replace")):
                     os.write(2, line)
+
+
+def _hold(terminal: int) -> tuple[int, subprocess.Popen[bytes]] | None:
+    """A file in memory, and a shell that writes it to a terminal if this process ends before it sends the shell a line.
+
+    None if there is no memory file or shell, or if this is the first process of a container, with which others end.
+    """
+    if os.getpid() == 1:
+        return None
+    try:
+        held = os.memfd_create("standard error")
+    except (AttributeError, OSError):
+        return None
+    try:
+        script = 'read -r _ || exec cat "/proc/self/fd/$0" >&2'
+        shell = subprocess.Popen(
+            ["/bin/sh", "-c", script, str(held)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=terminal,
+            pass_fds=[held],
+        )
+    except OSError:
+        os.close(held)
+        return None
+    return held, shell
 
 
 @contextlib.contextmanager
@@ -115,8 +150,8 @@ def _hide_harmless(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_HARMLESS)
 
 
-class _QuietImport(importlib.abc.MetaPathFinder):
-    """Wraps the first import of a package, wherever it happens.
+class _QuietImport(FirstImport):
+    """Wraps the first import of a package.
 
     Args:
       name: Of the package.
@@ -124,25 +159,13 @@ class _QuietImport(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, name: str, loading: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._name = name
+        super().__init__(name)
         self._loading = loading
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """The other finders' answer, with a quiet loader; None for any other package."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = spec.loader if spec else None
-        if loader is not None:
-            load = loader.exec_module
-
-            def load_quietly(module: Any) -> None:
-                with self._loading():
-                    load(module)
-
-            loader.exec_module = load_quietly
-        return spec
+    def execute(self, load: Callable[[Any], object], module: Any) -> None:
+        """Imports the package within the context."""
+        with self._loading():
+            load(module)
 
 
 @contextlib.contextmanager
