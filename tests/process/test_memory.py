@@ -61,6 +61,19 @@ def clock(monkeypatch):
     return clock
 
 
+def test_the_cache_of_files_is_available(tmp_path, monkeypatch):
+    """Of a container, which counts it as used. It is less than this machine has."""
+    total = memory.main_memory()[1]
+    files = {"memory.max": 1 << 20, "memory.current": 1000 << 10}
+    for name, value in files.items():
+        (tmp_path / name).write_text(f"{value}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {600 << 10}\ninactive_file {300 << 10}\nactive_file {100 << 10}\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.main_memory() == ((1024 - 1000 + 400) << 10, 1 << 20)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.main_memory()[1] == total
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_gaps_between_what_stays_are_returned():
     done = subprocess.run([sys.executable, "-c", GROWS], capture_output=True, text=True, check=True)

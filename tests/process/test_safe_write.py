@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 
@@ -67,3 +68,22 @@ def test_what_a_stream_cannot_encode_is_escaped() -> None:
         stream = io.TextIOWrapper(io.BytesIO(), encoding)
         assert safe_write.put(stream, "m\xb2 \xe9 \udcf6\n")
         assert stream.buffer.getvalue() == expected
+
+
+def test_progress_into_a_full_pipe_that_does_not_block_ends_no_training():
+    """As another process makes it that shares the terminal or the pipe, such as Node."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb"), open(writer, "wb", buffering=0) as full:
+        while full.write(bytes(4096)):
+            pass
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRESS],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # Python ignores what does not fit if it has no buffer
+        )
+    assert (result.returncode, result.stderr) == (0, "trained to the end\n")

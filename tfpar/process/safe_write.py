@@ -1,4 +1,4 @@
-"""Output that survives a full disk or a closed pipe, neither of which is a reason to end a run."""
+"""Output that survives a full disk, a full or a closed pipe, none of which is a reason to end a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import errno
 import os
 from typing import IO, Any
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+# EAGAIN: a full pipe that another process, which shares it, has made non-blocking.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EAGAIN})
 _full: list[IO[Any]] = []
 
 
 def put(stream: IO[Any], content: Any) -> bool:
-    """Writes and flushes; what does not fit on a full disk is dropped, and characters that the stream cannot encode are
-    escaped.
+    """Writes and flushes; what does not fit on a full disk or into a full pipe is dropped, and characters that the
+    stream cannot encode are escaped.
 
     Args:
       stream: Of text or bytes.
