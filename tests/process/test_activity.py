@@ -13,7 +13,7 @@ import sys
 import threading
 
 from tfpar.process import activity as module
-from tfpar.process import logs
+from tfpar.process import exit_codes, logs
 from tfpar.process.activity import activity, describe
 from tfpar.process.terminal_line import TerminalLine
 
@@ -139,3 +139,13 @@ def test_a_line_that_is_closed_while_covered_leaves_its_own_text():
     line.cover("saving ...")
     line.close()
     assert stream.getvalue() == "\rstep 5/10\rsaving ...\rstep 5/10 \n"
+
+
+def test_the_first_process_is_the_chief_of_the_cluster_that_it_has_joined(monkeypatch):
+    """Slurm and Kubernetes set no `TF_CONFIG`."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setattr(exit_codes, "_is_chief", [])
+    assert module._is_first_process()
+    for is_chief in (False, True):
+        exit_codes.join_cluster(is_chief=is_chief)
+        assert module._is_first_process() == is_chief

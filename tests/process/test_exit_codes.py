@@ -44,6 +44,18 @@ def test_it_is_one_line(what, code, said):
     assert (done.returncode, done.stderr) == (code, said)
 
 
+def test_ctrl_c_outside_of_training_waits_for_no_other_worker():
+    """Whatever scheduler has started them: TensorFlow's shutdown, which would wait, runs with Python's."""
+    program = (
+        "import atexit\nfrom tfpar.process.exit_codes import install_exit_code_hook, join_cluster\n"
+        "atexit.register(print, 'shutdown')\ninstall_exit_code_hook()\nJOIN\nraise KeyboardInterrupt"
+    )
+    for join, printed in (("join_cluster(is_chief=False)", ""), ("pass", "shutdown\n")):
+        command = [sys.executable, "-c", program.replace("JOIN", join)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (130, printed, "interrupted\n")
+
+
 @pytest.mark.parametrize(("what", "code"), [("TrainingError('bad')", 1), ("ValueError('bad')", 1)])
 def test_defects_and_failures_keep_their_traceback(what, code):
     done = subprocess.run(

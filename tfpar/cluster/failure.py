@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from tfpar.cluster import heartbeat, own_failure
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.rendezvous import BIND_ERROR, format_tasks, port_error, wait_for_all
-from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_ours
+from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, join_cluster, sigterm_is_ours
 from tfpar.process.safe_write import shortened
 from tfpar_ops.library import library
 
@@ -146,6 +146,8 @@ def connecting(info: ClusterInfo, timeout: float) -> Iterator[None]:
       TrainingError: This process cannot listen on its port.
     """
     wait_for_all(info, timeout)
+    if len(info.server_tasks) > 1:
+        join_cluster(is_chief=info.is_chief)
     try:
         yield
     except tf.errors.OpError as error:

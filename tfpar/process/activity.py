@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from tfpar.process import logs
+from tfpar.process.exit_codes import chief_of_cluster
 from tfpar.process.terminal_line import TerminalLine
 
 # Before the first sign on a TTY, and between two; and the same elsewhere, where every sign stays.
@@ -41,7 +42,7 @@ def activity(
       what: Such as `"compiling the step"`.
       count: Returns how much of it is done; called in another thread.
       total: How much there is; 0: not known.
-      shown: Whether to show anything. By default, whether `TF_CONFIG` names no other process than this as the first.
+      shown: Whether to show anything. By default, whether this process is the first of its cluster, if there is one.
       in_logs: Whether to show it where standard output is no TTY, too.
     """
     live = sys.stdout is not None and sys.stdout.isatty() and logs.on_terminal()
@@ -64,7 +65,13 @@ def activity(
 
 
 def _is_first_process() -> bool:
-    """Whether this process is the chief, or worker 0 where there is none; yes without a readable `TF_CONFIG`."""
+    """Whether this process is the chief, or worker 0 where there is none.
+
+    Until it has joined its cluster, as `TF_CONFIG` says; yes without a readable one.
+    """
+    is_chief = chief_of_cluster()
+    if is_chief is not None:
+        return is_chief
     try:
         description = json.loads(os.environ.get("TF_CONFIG") or "{}")
         task = description.get("task") or {}

@@ -51,6 +51,23 @@ class Preempted(SystemExit):
         super().__init__(PREEMPTED)
 
 
+_is_chief: list[bool] = []  # of its cluster; empty without one
+
+
+def join_cluster(*, is_chief: bool) -> None:
+    """Notes that this process is one of several that wait for each other, whatever scheduler has started them.
+
+    Args:
+      is_chief: Whether it writes the files of the run and logs to the terminal.
+    """
+    _is_chief[:] = [is_chief]
+
+
+def chief_of_cluster() -> bool | None:
+    """Whether this process is the chief; None if it has not joined a cluster."""
+    return _is_chief[0] if _is_chief else None
+
+
 def exit_immediately(code: int) -> NoReturn:
     """Ends the process without TensorFlow's shutdown, which may wait for workers that are gone (TensorFlow 2.21)."""
     for stream in (sys.stdout, sys.stderr):
@@ -79,7 +96,7 @@ def install_exit_code_hook() -> None:
         interactive = hasattr(sys, "ps1")
         if isinstance(error, KeyboardInterrupt) and not interactive:
             _put("interrupted")
-            if "TF_CONFIG" in os.environ:  # TensorFlow's shutdown waits for the other workers
+            if _is_chief or "TF_CONFIG" in os.environ:  # TensorFlow's shutdown waits for the other workers
                 exit_immediately(INTERRUPTED)
             raise SystemExit(INTERRUPTED)  # from here, it is the exit code (CPython's PyErr_Print)
         code = getattr(error, "exit_code", None)
