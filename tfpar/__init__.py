@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         size,
     )
     from tfpar.exchange import Exchange
+    from tfpar.parallel.replica import apply_means
     from tfpar.parallel.strategies import Runtime
     from tfpar.training.loops import loggers
     from tfpar.training.loops.hooks import Hook
@@ -56,6 +57,7 @@ _HOMES = {
     "Runtime": "tfpar.parallel.strategies",
     "Trainer": "tfpar.training.trainer",
     "TrainingError": "tfpar.config",
+    "apply_means": "tfpar.parallel.replica",
     "check_model_file": "tfpar.checkpoint.keras_file",
     "examples_of_run": "tfpar.checkpoint.model_files",
     "init_cluster": "tfpar.drop_in",
@@ -87,6 +89,7 @@ __all__ = [
     "Runtime",
     "Trainer",
     "TrainingError",
+    "apply_means",
     "check_model_file",
     "examples_of_run",
     "init_cluster",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.integration.scripts import own_loop
 from tests.own_process import printed
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
@@ -90,6 +91,13 @@ def test_mean_and_sidecar_are_exact_and_equal_on_every_replica(replicas, bucket_
             np.testing.assert_allclose(local, (base * total + 0.1 * replicas) / replicas, rtol=1e-6)
     for local in strategy.experimental_local_results(sidecar):
         np.testing.assert_array_equal(local, [replicas, sum(range(replicas))])
+
+
+def test_the_loop_of_the_documentation_equals_one_replica():
+    """Keras' `apply_gradients` would add up the means of the replicas."""
+    found, expected = (own_loop.trained(strategy_of(replicas), "int4") for replicas in (2, 1))
+    for value, one in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, one, rtol=1e-5, atol=1e-6)
 
 
 def test_outside_a_replica_context_it_says_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 
+from tests.integration.scripts import own_loop
 from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, RETUNED, SHAPES, STEPS, gradients
 from tests.integration.test_multi_worker import launch
 from tfpar.exchange import spec as specs
@@ -13,6 +14,7 @@ from tfpar.exchange.algorithms import message_plans
 import numpy as np
 import pytest
 
+import tensorflow as tf
 pytestmark = pytest.mark.cluster
 
 EARLY_SPECS = [
@@ -125,6 +127,16 @@ def sums_over_workers(tmp_path: pathlib.Path, workers: int, devices: int, chosen
 
 
 def check_same(plain: list[dict[str, np.ndarray]], early: list[dict[str, np.ndarray]]) -> None:
+def test_the_loop_of_the_documentation_equals_one_worker(tmp_path):
+    result = launch(2, "-m", "tests.integration.scripts.own_loop", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    expected = own_loop.trained(tf.distribute.OneDeviceStrategy("CPU:0"), "none")
+    for worker in range(2):
+        found = np.load(tmp_path / f"{worker}.npz")
+        for name, value in zip(found.files, expected, strict=True):
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
     """Buckets that leave early bring the same bits, and leave the same state."""
     for expected, state in zip(plain, early, strict=True):
         assert expected.keys() == state.keys()

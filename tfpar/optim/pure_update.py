@@ -101,7 +101,7 @@ def _check_arguments(
     """Raises the errors of `pure_apply`."""
     if not optimizer.built:
         raise ValueError(
-            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before pure_apply."
+            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before the update."
         )
     trainable = keras_internals.trainable_variables(optimizer)
     for name, given, known in (

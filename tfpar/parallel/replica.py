@@ -10,8 +10,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar.optim import keras_internals
+from tfpar.optim.pure_update import pure_apply
+
 import keras
 import tensorflow as tf
+
+
+def apply_means(optimizer: keras.optimizers.Optimizer, means: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> None:
+    """Updates this replica's weights by gradients that are the same on every replica. Call it in a replica context.
+
+    `optimizer.apply_gradients` would first add up the gradients of all replicas (Keras 3.15): for means, it would send
+    each a second time, and apply N times the mean.
+
+    Args:
+      optimizer: A Keras optimizer, built under the strategy for the weights to update.
+      means: The gradients of these weights, in order, such as `Exchange.reduce` returns; None leaves a weight as it is.
+
+    Raises:
+      ConfigError: An optimizer that scales the loss or accumulates gradients itself.
+      ValueError: The optimizer is not built, or was built for another number of weights.
+    """
+    weights, state = own(keras_internals.trainable_variables(optimizer)), own(optimizer.variables)
+    values, params = ([copy.read_value() for copy in copies] for copies in (state, weights))
+    new_weights, new_state = pure_apply(optimizer, values, params, means)
+    assign([*weights, *state], [*new_weights, *new_state])
 
 
 def own(variables: Sequence[keras.Variable]) -> list[Any]:
