@@ -8,7 +8,7 @@ import math
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange
 from tfpar.exchange.buckets import bucket_seed, rounding_seed
-from tfpar.exchange.sharding.shards import evenly
+from tfpar.exchange.sharding.shards import ShardedVector, by_tensor, evenly
 from tfpar_ops import Codec
 
 import numpy as np
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 SHAPES = [(37, 53), (7,), (129, 65), (3, 3, 16, 40)]
 LARGE = 37 * 53 + 129 * 65 + 3 * 3 * 16 * 40
+SIZES = [math.prod(shape) for shape in SHAPES]
 
 
 def exchanges(spec: str, workers: int) -> list[Exchange]:
@@ -157,10 +158,70 @@ def test_shards_of_other_tensors_are_refused_by_every_worker(worker):
     """Not by the one alone that would get the sum: the others would wait for it."""
     old, new = exchanges("int4", 2), Exchange("none")
     fill(old)
-    shards = evenly([2, 3], [math.prod(shape) for shape in SHAPES], 2, block=1, bucket_bytes=1 << 20)
+    shards = evenly([2, 3], SIZES, 2, block=1, bucket_bytes=1 << 20)
     new.build([tf.TensorSpec(shape) for shape in SHAPES], workers=2, worker=worker, shards=shards)
     with pytest.raises(ConfigError, match=f"{LARGE:,} elements; this exchange has shards of tensors with 14,145"):
         new.restore(2, lambda rank: old[rank].export())
+
+
+def sharded(spec: str, workers: int, vectors: list[ShardedVector]) -> list[Exchange]:
+    """One per worker, with sharded state."""
+    found = [Exchange(spec) for _ in range(workers)]
+    for worker, exchange in enumerate(found):
+        exchange.build([tf.TensorSpec(shape) for shape in SHAPES], workers=workers, worker=worker, shards=vectors)
+    return found
+
+
+def test_all_workers_have_state_if_one_has_a_residual():
+    """Or they would call collectives in another order, and count exchanges differently: the sum goes to worker 0."""
+    old, new = exchanges("int4", 2), sharded("none", 2, evenly([0, 2, 3], SIZES, 2, block=1, bucket_bytes=1 << 20))
+    fill(old)
+    for exchange in new:
+        exchange.restore(2, lambda rank: old[rank].export())
+        assert len(exchange.state) == 2
+    assert [exchange.export()["step"] for exchange in new] == [17, 17]
+    np.testing.assert_allclose(total_pending(new), total_pending(old), rtol=1e-6, atol=1e-6)
+    again = exchanges("int4", 2)
+    for exchange in again:
+        exchange.restore(2, lambda rank: new[rank].export())
+        assert exchange.export()["step"] == 17
+    empty = sharded("none", 2, evenly([0, 2, 3], SIZES, 2, block=1, bucket_bytes=1 << 20))
+    for exchange in empty:
+        exchange.restore(2, lambda rank: exchanges("int4", 2)[rank].export())
+        assert exchange.export() == {}
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_residual_that_shards_would_lose_is_refused_by_every_worker(worker):
+    old, vectors = exchanges("int4", 2), evenly([0, 2, 3], SIZES, 2, block=512, bucket_bytes=1 << 20)
+    fill(old)
+    with pytest.raises(ConfigError, match="error_feedback=false would lose"):
+        sharded("int8:error_feedback=false", 2, vectors)[worker].restore(2, lambda rank: old[rank].export())
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_vectors_in_another_order_get_the_residuals_of_their_tensors(workers):
+    """As where a model axis divides some of the weights of an optimizer that needs whole tensors."""
+    vectors = [*by_tensor([2], SIZES, 2, block=512), *by_tensor([0, 3], SIZES, 2, block=512)]
+    old, new = exchanges("int8", workers), sharded("int4", 2, vectors)
+    fill(old)
+    expected = total_pending(old)
+    for exchange in new:
+        exchange.restore(workers, lambda rank: old[rank].export())
+    by_tensor_index = dict(zip((0, 2, 3), np.split(expected, [SIZES[0], SIZES[0] + SIZES[2]]), strict=True))
+    for one in new[0]._reducer._shards:
+        [residual] = one.state.values()
+        for index, part in one.vector.parts(residual.numpy()).items():
+            np.testing.assert_allclose(part, by_tensor_index[index], rtol=1e-6, atol=1e-6)
+    same, back = sharded("int4", 2, vectors), exchanges("int8", workers)
+    for exchange in same:
+        exchange.restore(2, lambda rank: new[rank].export())
+    for one, other in zip(same, new, strict=True):
+        for found, value in zip(one.state, other.state, strict=True):
+            np.testing.assert_array_equal(found, value)
+    for exchange in back:
+        exchange.restore(2, lambda rank: new[rank].export())
+    np.testing.assert_allclose(total_pending(back), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.exchange.sharding.shards import ShardedVector, by_tensor, evenly, joined
+from tfpar.exchange.sharding.shards import ShardedVector, by_tensor, evenly, joined, runs_of
 
 import numpy as np
 import pytest
@@ -59,9 +59,19 @@ def test_whole_tensors_go_to_whom_has_least():
 def test_vectors_keep_their_elements_in_another_order():
     [vector] = by_tensor([1, 2, 5], SIZES, 2, block=64)
     plain = np.arange(vector.elements, dtype=np.float32)
-    padded = vector.from_tensor_order(plain)
+    sizes = [SIZES[index] for index in (1, 2, 5)]
+    parts = dict(zip((1, 2, 5), np.split(plain, np.cumsum(sizes)[:-1]), strict=True))
+    padded = vector.from_parts(parts)
     assert padded.size == 2 * vector.shard_elements
-    np.testing.assert_array_equal(vector.in_tensor_order(padded), plain)
+    found = vector.parts(padded)
+    assert {index: part.tolist() for index, part in found.items()} == {i: part.tolist() for i, part in parts.items()}
+
+
+def test_runs_are_in_the_order_of_the_tensors():
+    """As where a model axis divides some of them, which then have a vector of their own."""
+    vectors = [*by_tensor([2, 5], SIZES, 2, block=1), *by_tensor([0, 1, 4], SIZES, 2, block=1)]
+    assert runs_of(vectors) == [(1, [0, 1]), (0, [2]), (1, [4]), (0, [5])]
+    assert runs_of([]) == []
 
 
 def test_pieces_are_joined():

@@ -206,6 +206,24 @@ def test_resumed_with_a_codec(tmp_path):
     assert 0.0 < max(differences) < 0.05
 
 
+@pytest.mark.cluster
+def test_workers_that_leave_a_codec_and_return_to_it_call_the_same_collectives(tmp_path):
+    """Worker 0 alone gets the residual, but all must have one, or the others wait where a step is left out, and later
+    where they count exchanges, as warm-up does."""
+    options = {"workdir": str(tmp_path / "run"), "spoiled": 40, "steps": 14, "jit_compile": "false"}
+    *_, last = on_workers(
+        2,
+        tmp_path / "out",
+        {**options, "shard": "optimizer", "exchange": "int8", "stop_after": 3},
+        {**options, "shard": "optimizer", "stop_after": 9},
+        {**options, "exchange": "int8:warmup_steps=4"},
+    )
+    for name, value in last[0].items():
+        np.testing.assert_array_equal(last[1][name], value, err_msg=name)
+    expected = on_one_device(spoiled=40, steps=14)
+    assert 0.0 < distance(last[0], expected) < 0.02 * norm(expected)
+
+
 def test_rows_and_columns_of_adafactor(tmp_path):
     """Whose names Keras repeats: as on one device, also where a run was resumed by more replicas."""
     options = {"optimizer": "adafactor", "steps": 9}

@@ -61,13 +61,18 @@ class ShardPhases:
         size = 4 * self._elements if codec is None else codec.payload_bytes(self._elements)
         self.payload_bytes = vector.workers * size
 
-    def load(self, residual: np.ndarray) -> None:
+    def load(self, residual: np.ndarray, *, keeps: bool) -> None:
         """Sets the residual, which is sent with the next gradients; without a codec all of it, so that none is left.
+
+        Args:
+          residual: That of this worker.
+          keeps: Whether any worker has one, so that all of them need a variable: with state, workers call collectives
+            in another order than without, and save their count of exchanges.
 
         Raises:
           ConfigError: Part of it would be lost.
         """
-        if residual.any() and not self.state:
+        if keeps and not self.state:
             if self._codec is not None:
                 raise ConfigError(
                     "--exchange: the checkpoint holds a residual that has not been applied yet, which "

@@ -29,7 +29,7 @@ from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.owners import Norms, OwnersReducer, Scatter, Scattered, Sent, Update, UpdateInputs
 from tfpar.exchange.sharding.phases import ShardPhases
-from tfpar.exchange.sharding.shards import ShardedVector
+from tfpar.exchange.sharding.shards import ShardedVector, runs_of
 
 import numpy as np
 import tensorflow as tf
@@ -282,18 +282,25 @@ class ShardedReducer(OwnersReducer):
         )
 
     def export(self) -> dict[str, np.ndarray]:
-        """The count of exchanges; of each vector its layout and its residual, tensors in the order of their indices.
+        """The count of exchanges; of each run of tensors, in the order of their indices, its layout and its residual.
 
         Nothing if nothing is encoded and no residual is left.
         """
         if not self.compresses and not any(one.state for one in self._shards):
             return {}
         arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64), **self.units[0].export()}
-        for number, one in enumerate(self._shards):
-            arrays[f"{number}/{LAYOUT}"] = np.array([one.vector.elements, one.vector.worker_elements, 0], np.int64)
+        for number, (one, indices) in enumerate(self._runs()):
+            elements = sum(self._sizes[index] for index in indices)
+            arrays[f"{number}/{LAYOUT}"] = np.array([elements, one.vector.worker_elements, 0], np.int64)
             for role, variable in one.state.items():
-                arrays[f"{number}/{role}"] = one.vector.in_tensor_order(variable.numpy())
+                parts = one.vector.parts(variable.numpy())
+                arrays[f"{number}/{role}"] = np.concatenate([parts[index] for index in indices])
         return arrays
+
+    def _runs(self) -> list[tuple[ShardPhases, list[int]]]:
+        """What `runs_of` returns for the encoded vectors and, after them, for the exact ones."""
+        groups = ([one for one in self._shards if one.vector.exact == exact] for exact in (False, True))
+        return [(own[number], run) for own in groups for number, run in runs_of([one.vector for one in own])]
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """Restores this worker's own residuals if the workers are the same; otherwise worker 0 gets their sum."""
@@ -307,7 +314,7 @@ class ShardedReducer(OwnersReducer):
         same = workers == self._group.size and own.keys() - {EXAMPLES} == mine.keys()
         same = same and all(own[name].shape == array.shape for name, array in mine.items())
         if same:
-            pending = [own[f"{number}/{role}"] for number, one in enumerate(self._shards) for role in one.state]
+            pending = [own[f"{number}/{role}"] for number, (one, _) in enumerate(self._runs()) for role in one.state]
             vector = np.concatenate([*pending, np.zeros(0, np.float32)])
         else:
             vector = residuals.total_pending([residuals.checked(read(each), each) for each in range(workers)])
@@ -321,13 +328,15 @@ class ShardedReducer(OwnersReducer):
                 f"{vector.size:,} elements; this exchange has shards of tensors with {elements:,}. Resume with the "
                 "previous --exchange, or start in another workdir."
             )
+        # Decided before all but one worker get zeros, so that either all of them or none keep a residual.
+        keeps = same or bool(vector.any())
         if rank and not same:
             vector = np.zeros_like(vector)
-        begin = 0
+        indices = sorted(index for one in encoded for index in one.vector.indices)
+        ends = np.cumsum([self._sizes[index] for index in indices])
+        parts = dict(zip(indices, np.split(vector, ends[:-1]), strict=True)) if indices else {}
         for one in encoded:
-            part = vector[begin : begin + one.vector.elements].astype(np.float32)
-            begin += one.vector.elements
-            one.load(one.vector.from_tensor_order(part))
+            one.load(one.vector.from_parts(parts), keeps=keeps)
 
 
 def _first(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:

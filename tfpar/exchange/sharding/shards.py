@@ -8,6 +8,7 @@ has the sum of their gradients. Plain Python and NumPy: no tensor is made.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -85,23 +86,20 @@ class ShardedVector:
             place += size
         return found
 
-    def in_tensor_order(self, vector: np.ndarray) -> np.ndarray:
-        """A vector like this one, its tensors in the order of their indices and without padding."""
+    def parts(self, vector: np.ndarray) -> dict[int, np.ndarray]:
+        """The elements of each tensor by its index, from a vector like this one."""
         parts, place = {}, 0
         for index, size in self.segments:
-            parts[index] = vector[place : place + size]
+            if index >= 0:
+                parts[index] = vector[place : place + size]
             place += size
-        return np.concatenate([parts[index] for index in sorted(self.indices)])
+        return parts
 
-    def from_tensor_order(self, vector: np.ndarray) -> np.ndarray:
-        """The inverse of `in_tensor_order`; zeros in place of padding."""
-        sizes = dict(self.segments)
-        parts, place = {}, 0
-        for index in sorted(self.indices):
-            parts[index] = vector[place : place + sizes[index]]
-            place += sizes[index]
-        zeros = [np.zeros(size, vector.dtype) if index < 0 else parts[index] for index, size in self.segments]
-        return np.concatenate(zeros)
+    def from_parts(self, parts: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The inverse of `parts`, which may be of other tensors, too; float32, with zeros in place of padding."""
+        return np.concatenate(
+            [parts[index] if index >= 0 else np.zeros(size) for index, size in self.segments], dtype=np.float32
+        )
 
 
 def evenly(
@@ -170,6 +168,15 @@ def by_tensor(
         if used < shard:
             segments.append((-1, shard - used))
     return [ShardedVector(owners, shard, tuple(segments), per_worker, exact)]
+
+
+def runs_of(vectors: Sequence[ShardedVector]) -> list[tuple[int, list[int]]]:
+    """All tensors in the order of their indices: for each run of those in the same vector, its number and the tensors.
+
+    The tensors of a vector need not be consecutive, see `by_tensor`.
+    """
+    numbers = {index: number for number, vector in enumerate(vectors) for index in vector.indices}
+    return [(number, [*run]) for number, run in itertools.groupby(sorted(numbers), key=numbers.__getitem__)]
 
 
 def joined(parts: Mapping[int, np.ndarray], shape: Sequence[int]) -> np.ndarray:
