@@ -154,6 +154,17 @@ def test_a_step_without_examples_gives_finite_state():
     assert all(np.isfinite(np.asarray(value, np.float64)).all() for value in state)
 
 
+@pytest.mark.parametrize(
+    ("flag", "count", "divisor", "applies"),
+    [(0.0, 4.0, 7.0, True), (1.0, 4.0, 7.0, False), (0.0, 0.0, 0.0, False), (0.0, 4.0, 0.0, False)],
+)
+def test_a_step_with_nothing_to_learn_from_is_not_applied(flag, count, divisor, applies):
+    """Beside examples, what the loss is divided by is zero if a mask leaves out all their positions."""
+    vector = tf.constant([flag, count, 0.0, 0.0, divisor])
+    assert Sidecar.of([], metric_variables(), 2, own_denominator=True).should_apply(vector) == applies
+    assert Sidecar.of([], [], 2).should_apply(vector[:3]) == (not flag and count > 0.0)
+
+
 def test_it_compiles():
     layout = Sidecar.of(variables(), metric_variables(), 2)
     local = contribution(4.0, 2.0, 1)

@@ -7,6 +7,7 @@ import functools
 import time
 
 from tests.training.harness import Steps, linear_model
+from tfpar.exchange import Exchange, residuals
 from tfpar.precision import LossScale
 from tfpar.training import norms
 
@@ -112,6 +113,35 @@ def test_a_replica_without_examples_changes_nothing():
     padded.run([[(x, y, np.ones(4)), (x, y, np.zeros(4))]])
     for weights in padded.weights():
         np.testing.assert_allclose(weights[0], alone.weights()[0][0], rtol=1e-6)
+
+
+def test_a_step_of_masked_positions_keeps_a_residual():
+    """Without anything to divide by, it cannot be applied."""
+
+    def model():
+        return keras.Sequential(
+            [keras.Input((3,)), keras.layers.Embedding(9, 64, mask_zero=True), keras.layers.Dense(1)]
+        )
+
+    steps = Steps(1, model, loss=keras.losses.MeanSquaredError(), jit_compile=False)
+    old = [Exchange("int4:min_elements=64") for _ in range(2)]
+    for worker, exchange in enumerate(old):
+        exchange.build(steps.model.trainable_variables, workers=2, worker=worker)
+        for residual in exchange.state[1:]:
+            residual.assign(tf.ones(residual.shape))
+    steps.step.exchange.restore(2, lambda worker: old[worker].export())
+    before = steps.weights()[0]
+    masked, usual = (np.full((4, 3), token) for token in (0, 1))
+    y = np.ones((4, 3, 1))
+    steps.run([[(masked, y, np.ones(4))]])
+    for value, old_value in zip(steps.weights()[0], before, strict=True):
+        np.testing.assert_array_equal(value, old_value)
+    pending = residuals.total_pending([steps.step.exchange.export()])
+    np.testing.assert_array_equal(pending, residuals.total_pending([one.export() for one in old]))
+    divisor = steps.run([[(usual, y, np.ones(4))]]).loss_counts.numpy()
+    assert not residuals.total_pending([steps.step.exchange.export()]).any()
+    unread = steps.weights()[0][0][2:] - before[0][2:]  # tokens without a gradient of their own
+    np.testing.assert_allclose(unread, -0.1 * pending[2 * 64 : 9 * 64].reshape(7, 64) / divisor, rtol=1e-5)
 
 
 def test_seed_generator_state_stays_and_dropout_varies_by_step_and_replica():

@@ -29,7 +29,7 @@ import tensorflow as tf
 _NAME = re.compile(r"(part_of_(\d+x)?\d+_)?device_\d+(?=/)")
 _DEVICES_OF_PART = 1 << 10  # numbers that the devices of one worker may have
 _PARTS = "parts"  # of a place in an export: a digest of what it exchanges
-_DECISIVE = 2  # scalars at the front of a sidecar that decide whether the step is applied
+_DECISIVE = 5  # scalars at the front of a sidecar that decide whether the step is applied: see `Sidecar.should_apply`
 
 
 class DevicesOfReplica(NamedTuple):
@@ -241,7 +241,7 @@ class PlacesReducer(Reducer):
         """Bytes of the exchanges of all places of a worker."""
         if self._workers == 1:
             return Traffic("none", "local", 0, 0, 0)
-        lengths = [sidecar_length, *[self._decisive] * (self.devices - 1)]
+        lengths = [sidecar_length, *[min(self._decisive, sidecar_length)] * (self.devices - 1)]
         parts = [
             reducer.bytes_per_step(self._workers, length)
             for reducer, length in zip(self._reducers, lengths, strict=True)

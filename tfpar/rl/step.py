@@ -11,7 +11,6 @@ from tfpar.precision import LossScale
 from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.training.objective import Batch, Tensors
-from tfpar.training.sidecar import should_apply
 from tfpar.training.step import TrainStep, compiled
 from tfpar.training.step_loop import StepReport
 
@@ -155,7 +154,8 @@ class ActingStep(TrainStep):
       **options: As for `TrainStep`.
     """
 
-    decision = staticmethod(should_apply)  # all batches have the same number of examples
+    # All batches have the same number of examples.
+    decision = property(lambda self: self.sidecar.should_apply, doc="See `TrainStep`.")
 
     def __init__(
         self, algorithm: Algorithm, memory: AgentMemory, actors: Actors | None, *arguments: Any, **options: Any

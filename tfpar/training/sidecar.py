@@ -156,6 +156,20 @@ class Sidecar:
             for value, averaged in zip(base, self.averaged, strict=True)
         ]
 
+    def should_apply(self, vector: tf.Tensor) -> tf.Tensor:
+        """Whether the summed vector, or its front, calls for an update: all replicas are finite, and there is something
+        to learn from.
+
+        Without a divisor, the gradient cannot be averaged: a codec's residuals, which an exchange adds to it, would be
+        lost. The divisor may be zero beside examples, if a mask leaves out all their positions.
+        """
+        return is_applicable(vector) & tf.not_equal(vector[self.denominator], 0.0)
+
+    @property
+    def decision(self) -> ShouldApply:
+        """`should_apply` for an exchange, which is also told the number of examples."""
+        return CountedDecision(self.should_apply, lambda vector: vector[COUNT])
+
     def metrics(self, reports: tf.Tensor) -> Tensors:
         """Metric state summed over the steps that were applied.
 
@@ -172,6 +186,11 @@ class Sidecar:
         return [shape for shape, averaged in zip(self.state_shapes, self.averaged, strict=True) if averaged]
 
 
+def is_applicable(vector: tf.Tensor) -> tf.Tensor:
+    """Whether all replicas are finite, and there are examples, from the summed sidecar."""
+    return tf.equal(vector[NON_FINITE], 0.0) & (vector[COUNT] > 0.0)
+
+
 class Reduced(NamedTuple):
     """The results of parts 3 to 5 of a step.
 
@@ -186,15 +205,6 @@ class Reduced(NamedTuple):
     norm: tf.Tensor
     exchanged: tf.Tensor
     done: tf.Tensor
-
-
-def should_apply(vector: tf.Tensor) -> tf.Tensor:
-    """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
-    return tf.equal(vector[NON_FINITE], 0.0) & (vector[COUNT] > 0.0)
-
-
-# What an exchange is told: also the number of examples, by which gradient sums are divided where nothing else is.
-DECISION = CountedDecision(should_apply, lambda vector: vector[COUNT])
 
 
 def follow_examples(should_apply: ShouldApply, exchange: Exchange, examples: Callable[[], tf.Tensor]) -> None:

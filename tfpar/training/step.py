@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import run_unordered
 from tfpar.exchange import Exchange
-from tfpar.exchange.reducer import ShouldApply
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
@@ -33,7 +32,7 @@ from tfpar.training import norms, sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.seeds import step_seed
-from tfpar.training.sidecar import DECISION, Reduced, Sidecar, follow_examples, should_apply
+from tfpar.training.sidecar import Reduced, Sidecar, follow_examples
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
 import keras
@@ -44,7 +43,7 @@ class TrainStep:
     """Training steps on a synchronous strategy. `_replica_step` is one step; `run` runs any number of them."""
 
     waits_for_host: bool = False  # whether a step waits for data from the host, so that it is not one XLA program
-    decision: ShouldApply = DECISION  # on whether a step is applied, for the exchange
+    decision = property(lambda self: self.sidecar.decision, doc="Whether a step is applied, for the exchange.")
 
     def _replica_step(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, wants_norm: tf.Tensor | None
@@ -100,10 +99,10 @@ class TrainStep:
             norm = self._norm_if_needed(gradients, wants_norm)  # otherwise it is this replica's own norm
         factor, norm = self._factor_and_norm(vector, norm)
 
-        # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
+        # 5: the optimizer's update, unless a replica is non-finite or there is nothing to learn from.
         gradients = self.core.unreached.left_out(gradients, self.core.model.trainable_variables)
         reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
-        done = tf.cond(should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
+        done = tf.cond(self.sidecar.should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         return Reduced(vector, norm, exchanged, done)
 
     def __init__(

@@ -39,7 +39,8 @@ class StepsResult(NamedTuple):
     Attributes:
       loss: Float32 `[n]`: mean loss over the examples of each step, or over its positions; NaN if it has no examples.
       count: Float32 `[n]`: examples of each step.
-      finite: Bool `[n]`: whether the step was applied: all replicas were finite, and there were examples.
+      finite: Bool `[n]`: whether the step was applied: all replicas were finite, and there were examples. Also true
+        if a mask left out all positions of the examples, although nothing was applied: the loss is then 0, as in Keras.
       durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if the step is not timed.
       metrics: Metric state summed over the steps.
       loss_counts: Float32 `[n]`: the examples, or positions, over which the main term of each step's loss is averaged.

@@ -21,7 +21,7 @@ from tfpar.training import sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import Batch, LocalSums, Tensors
 from tfpar.training.seeds import step_seed
-from tfpar.training.sidecar import Sidecar, should_apply
+from tfpar.training.sidecar import Sidecar, is_applicable
 from tfpar.training.step import TrainStep
 from tfpar.training.step_loop import StepReport
 
@@ -139,6 +139,14 @@ def _of_all(own: tf.Tensor, number: tf.Tensor, replicas: int) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, spread)
 
 
+class RoundSidecar(Sidecar):
+    """A `Sidecar` of a round, whose mean is not divided by what the clients' losses are divided by."""
+
+    def should_apply(self, vector: tf.Tensor) -> tf.Tensor:
+        """See `Sidecar`. A round without clients, too, is applied."""
+        return is_applicable(vector)
+
+
 class FederatedStep(TrainStep):
     """A `TrainStep` that is a round.
 
@@ -150,7 +158,8 @@ class FederatedStep(TrainStep):
       **options: As for `TrainStep`; clients clip gradients themselves.
     """
 
-    decision = staticmethod(should_apply)  # what is averaged is divided by masses of clients, not by examples
+    # What is averaged is divided by masses of clients, not by examples.
+    decision = property(lambda self: self.sidecar.should_apply, doc="See `TrainStep`.")
 
     def __init__(
         self, clients: ClientRound, averaging: Averaging, memory: ClientMemory, *arguments: Any, **options: Any
@@ -158,7 +167,7 @@ class FederatedStep(TrainStep):
         self._client_round, self._averaging, self._memory = clients, averaging, memory
         super().__init__(*arguments, **{**options, "clip_norm": 0.0})
         # The state of the model is a mean over clients, even if one replica has all of them.
-        self.sidecar = Sidecar.of_core(self.core, max(2, self.replicas))
+        self.sidecar = RoundSidecar.of_core(self.core, max(2, self.replicas))
 
     def _make_programs(self) -> None:
         super()._make_programs()
@@ -181,7 +190,7 @@ class FederatedStep(TrainStep):
             sums.movement, vector, norm, state, {}, step, lr_multiplier, wants_norm
         )
         # A round that is not applied changes nothing that clients keep, either.
-        kept = tf.nest.map_structure(functools.partial(tf.where, should_apply(vector)), after, before)
+        kept = tf.nest.map_structure(functools.partial(tf.where, self.sidecar.should_apply(vector)), after, before)
         with tf.control_dependencies([done]):
             stored = self._memory.store(share, kept, number, self.replicas) if self._memory.variables else []
         with tf.control_dependencies([done, *stored]):

@@ -231,15 +231,23 @@ class OverWorkersStep(PipelineStep):
 
     def _flagged(self, packed: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
         """See `TrainStep`. All workers must decide the same, but the last one alone may have a loss that is not finite
-        while gradients are."""
+        while gradients are, and knows what the loss is divided by."""
         vector = super()._flagged(packed, norm)
-        return tf.concat([tf.minimum(self._sum(vector[: sidecar.COUNT]), 1.0), vector[sidecar.COUNT :]], axis=0)
+        divisor = self.sidecar.denominator
+        decisive = [sidecar.NON_FINITE] if divisor == sidecar.COUNT else [sidecar.NON_FINITE, divisor]
+        flag, *divisors = tf.unstack(self._sum(tf.gather(vector, decisive)))
+        vector = tf.concat([tf.minimum(flag, 1.0)[None], vector[sidecar.COUNT :]], axis=0)
+        return tf.tensor_scatter_nd_update(vector, [[divisor]], divisors) if divisors else vector
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sidecar with loss and metrics of all stages of the replica. Flag and count are the same on each."""
-        length = self.sidecar.report_length
+        """The sidecar with loss and metrics of all stages of the replica. Flag, count and what the loss is divided by
+        are the same on each."""
+        length, divisor = self.sidecar.report_length, self.sidecar.denominator
         totals = self._sum(vector[sidecar.LOSS : length])
-        return tf.concat([vector[: sidecar.LOSS], totals, vector[length:]], axis=0)
+        vector = tf.concat([vector[: sidecar.LOSS], totals, vector[length:]], axis=0)
+        if divisor == sidecar.COUNT:
+            return vector
+        return tf.tensor_scatter_nd_update(vector, [[divisor]], [vector[divisor] / self._worker.peers.size])
 
     def _sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over the workers with the stages of the replica; the same bits on each."""

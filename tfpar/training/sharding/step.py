@@ -20,7 +20,7 @@ from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.sharding.optimizer import OwnShare
 from tfpar.training.sharding.place_share import PlaceShare
 from tfpar.training.sharding.replica_share import ReplicaShare
-from tfpar.training.sidecar import Reduced, should_apply
+from tfpar.training.sidecar import Reduced
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
 from tfpar.training.tensor_parallel.whole_tensors import DealtTensors
@@ -86,7 +86,7 @@ class ShardedStep(TrainStep):
         )
         exchanged = self._replica_clock([vector, *weights])
         done = tf.cond(
-            should_apply(vector),
+            self.sidecar.should_apply(vector),
             lambda: self._store(weights, self.sidecar.state(vector, state)),
             lambda: tf.zeros([]),
         )
