@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tfpar.collectives.cost_model import Link, Speed
 from tfpar.collectives.tensorflow import new_group, world_group
 from tfpar.exchange import spec as specs
+from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.per_device import per_device_reducer, places_of_part
+from tfpar.exchange.registry import TuningResult
 from tfpar.exchange.tuning import measure
+from tfpar.exchange.tuning.auto import _candidates
 from tfpar.exchange.tuning.forecast import forecast
 from tfpar.exchange.tuning.measure import Measured
 
@@ -53,6 +58,36 @@ def test_a_codec_that_is_named_measures_nothing(asked):
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     assert per_device_reducer(specs.parse("int8"), SHAPES, new_group((0, 2), 0), strategy, 0, replica).compresses
     assert not asked
+
+
+@pytest.mark.parametrize(("now", "changes"), [(0.98, False), (0.96, True)])
+def test_a_plan_changes_only_for_a_gain(now, changes):
+    """Measurements of the same links vary, and a change is traced again."""
+    auto = specs.parse("auto:min_elements=64")
+    chosen, seconds = ["int8"], {"int8": 1.0, "int4": now}
+
+    def choose(spec, elements, *_):
+        plan = [specs.parse(chosen[-1])] * len(elements)
+        return TuningResult(plan, chosen[-1], lambda found: sum(seconds[one.name] for one in found))
+
+    given = dataclasses.replace(auto.algorithm, measure=lambda *_: None, choose=choose)
+    reducer = CompressedReducer(
+        dataclasses.replace(auto, algorithm=given), SHAPES, world_group(2, 0), "/device:CPU:0", 0
+    )
+    assert not reducer.retune()
+    chosen.append("int4")
+    assert reducer.retune() == changes
+    assert reducer.plan_table == ("int4" if changes else "int8")
+
+
+def test_auto_predicts_the_time_of_any_plan(asked):
+    spec, group, elements = specs.parse("auto"), world_group(4, 0), [1 << 20, 1 << 10]
+    result = spec.algorithm.choose(spec, elements, group, spec.algorithm.measured(spec, group, "CPU:0"))
+    slower = [one for one in _candidates(spec.options, group) if one.name == "none"] * 2
+    assert result.seconds(result.specs) < 0.5 * result.seconds(slower)
+    assert result.improves_on(slower)
+    assert result.improves_on([specs.parse("topk")] * 2)  # not among the candidates
+    assert not result.improves_on(result.specs)
 
 
 def test_a_forecast_has_the_choices_of_auto(asked):

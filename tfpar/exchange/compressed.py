@@ -16,7 +16,7 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.sparse_rows import SparseRows
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, reduce_per_worker
-from tfpar.exchange.registry import DENSE
+from tfpar.exchange.registry import DENSE, TuningResult
 from tfpar.exchange.residual_units import EXAMPLES, ResidualUnits
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.spec import Spec
@@ -69,7 +69,6 @@ class CompressedReducer(Reducer):
         self._overlap = overlap and options.overlap
         self._warmup_steps = options.warmup_steps if encodes else 0
         self._sample_every = options.sample_every if encodes else 0
-        self._plan_table = ""
         self._sizes = [shape.num_elements() for shape in shapes]
         large = [index for index, shape in enumerate(shapes) if options.is_compressible(shape)]
         self._small = [index for index in range(len(shapes)) if index not in set(large)]
@@ -148,11 +147,11 @@ class CompressedReducer(Reducer):
 
     def retune(self) -> bool:
         """Lets the algorithm choose again; moves residuals to the new buckets."""
-        chosen = self._choose()
-        if chosen == self._chosen:
+        result = self._choose()
+        if not result.improves_on(self._chosen):
             return False
         pending = residuals.pending_of(self._buckets, self._group.rank)
-        self._make_buckets(chosen)
+        self._make_buckets(result)
         residuals.load_pending(self._buckets, pending)
         return True
 
@@ -347,18 +346,16 @@ class CompressedReducer(Reducer):
             latest = tf.cond(compares, cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 
-    def _choose(self, measured: Any = None) -> list[Spec]:
+    def _choose(self, measured: Any = None) -> TuningResult:
         """A spec for each bucket; measures, if nothing is measured."""
         algorithm = self._spec.algorithm
         if measured is None:
             measured = algorithm.measured(self._spec, self._group, self._device)
         elements = [sum(self._sizes[index] for index in indices) for indices in self._indices]
-        result = algorithm.choose(self._spec, elements, self._group, measured)
-        self._plan_table = result.table
-        return list(result.specs)
+        return algorithm.choose(self._spec, elements, self._group, measured)
 
-    def _make_buckets(self, chosen: list[Spec]) -> None:
-        self._chosen = chosen
+    def _make_buckets(self, result: TuningResult) -> None:
+        self._chosen, self._plan_table = list(result.specs), result.table
         with tf.device(self._device):
             self._buckets = [
                 spec.build(
@@ -367,7 +364,7 @@ class CompressedReducer(Reducer):
                     buckets.bucket_seed(self._seed, number),
                     f"bucket_{number}",
                 )
-                for number, (indices, spec) in enumerate(zip(self._indices, chosen, strict=True))
+                for number, (indices, spec) in enumerate(zip(self._indices, self._chosen, strict=True))
             ]
             embeddings = {
                 indices[0]: (self._shapes[indices[0]], bucket.wire_bytes())

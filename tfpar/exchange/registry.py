@@ -28,6 +28,10 @@ import tensorflow as tf
 # Name of the exchange that compresses nothing.
 DENSE = "none"
 
+# Share of the predicted time that another plan must save: a new plan is traced again, and measurements of one link vary
+# by a few percent.
+LEAST_GAIN = 0.03
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Algorithm:
@@ -131,10 +135,18 @@ class TuningResult:
     Attributes:
       specs: The exchange of each bucket.
       table: The measurements, and the expected cost of each bucket, as text; empty if nothing was measured.
+      seconds: The predicted time of any plan, a spec for each bucket; None if nothing was measured.
     """
 
     specs: list[Spec]
     table: str = ""
+    seconds: Callable[[Sequence[Spec]], float] | None = None
+
+    def improves_on(self, current: Sequence[Spec]) -> bool:
+        """Whether to replace another plan by `specs`: the measurements predict a gain of at least `LEAST_GAIN`."""
+        if self.specs == current or self.seconds is None:
+            return self.specs != current
+        return self.seconds(self.specs) <= (1.0 - LEAST_GAIN) * self.seconds(current)
 
 
 def _as_given(spec: Spec, elements: Sequence[int], group: Group, measured: Any) -> TuningResult:

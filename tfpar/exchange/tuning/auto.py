@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from tfpar.collectives.cost_model import Cost, Link, Speed
@@ -90,7 +91,7 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, tuning: _Tuning) -
     measured, speeds, errors = tuning.measured, tuning.speeds, tuning.errors
     known = [one for one in _candidates(spec.options, group) if one.name in errors or not one.options.codec]
     allowed = [one for one in known if errors.get(one.name, 0.0) <= spec.options.max_error]
-    predictions = []
+    predictions, seconds = [], list[dict[Spec, float]]()
     for count in elements:
         # While one bucket is on the link, the processors work on the others: each is a piece of the exchange.
         costs = {
@@ -100,12 +101,18 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, tuning: _Tuning) -
             )
             for candidate in allowed
         }
-        best = min(costs, key=lambda candidate: costs[candidate].seconds * candidate.options.penalty)
+        seconds.append({candidate: cost.seconds * candidate.options.penalty for candidate, cost in costs.items()})
+        best = min(seconds[-1], key=seconds[-1].__getitem__)
         dense = registry.get(registry.DENSE).cost(spec.options, count, group.size, measured.link, measured.copying)
         dense = _among(len(elements), dense)
         predictions.append(_Prediction(count, best, costs[best], dense))
     table = _table(tuning, spec.options.max_error, predictions)
-    return TuningResult([prediction.chosen for prediction in predictions], table)
+
+    def total(plan: Sequence[Spec]) -> float:
+        # An exchange whose error is now over the budget is no longer among the candidates.
+        return sum(of_bucket.get(one, math.inf) for one, of_bucket in zip(plan, seconds, strict=True))
+
+    return TuningResult([prediction.chosen for prediction in predictions], table, total)
 
 
 def _among(buckets: int, cost: Cost) -> Cost:
