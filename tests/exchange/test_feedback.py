@@ -9,6 +9,7 @@ from tfpar.exchange import residuals
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.deep_gradient import RAMP
 from tfpar.exchange.buckets import Bucket
+from tfpar.exchange.compressed import CompressedReducer
 from tfpar_ops import Codec
 
 import numpy as np
@@ -126,6 +127,20 @@ def test_momentum_correction_and_factor_masking():
         velocity[chosen] = 0.0
         np.testing.assert_allclose(one.state["velocity"].numpy(), velocity, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(one.state["worker"].numpy(), waiting, rtol=1e-5, atol=1e-5)
+
+
+def test_reported_bytes_are_the_mean_of_all_exchanges():
+    """Two dense ones, a ramp of two stages of two, and comparisons in steps 3 and 6."""
+    steps, elements, spec = 8, 64 * 64, specs.parse("topk:0.02,warmup_steps=2,ramp_steps=4,sample_every=3")
+    reducer = CompressedReducer(spec, [tf.TensorShape([64, 64])], world_group(1, 0), "CPU:0", 0)
+    before = reducer.bytes_per_step(1, 0).payload_bytes
+    assert before == spec.options.codec.payload_bytes(elements)
+    for _ in range(steps):
+        reducer.reduce_on_device([tf.ones([64, 64])], tf.zeros([1]), lambda _: tf.constant(True))
+    reducer.reduce_on_device([tf.ones([64, 64])], tf.zeros([1]), lambda _: tf.constant(False))
+    ramp = [specs.plain("topk", share=share).options.codec.payload_bytes(elements) for share in RAMP[:2]]
+    total = 4 * 4 * elements + 2 * sum(ramp) + 2 * before
+    assert reducer.bytes_per_step(1, 0).payload_bytes == round(total / steps)
 
 
 def test_ramp_keeps_less_and_less():

@@ -8,13 +8,14 @@ import pathlib
 from tests.integration.scripts import own_loop
 from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, RETUNED, SHAPES, STEPS, gradients
 from tests.integration.test_multi_worker import launch
+from tfpar.exchange import Exchange
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms import message_plans
 
 import numpy as np
 import pytest
-
 import tensorflow as tf
+
 pytestmark = pytest.mark.cluster
 
 EARLY_SPECS = [
@@ -126,7 +127,6 @@ def sums_over_workers(tmp_path: pathlib.Path, workers: int, devices: int, chosen
             check_same(results[plain], states)
 
 
-def check_same(plain: list[dict[str, np.ndarray]], early: list[dict[str, np.ndarray]]) -> None:
 def test_the_loop_of_the_documentation_equals_one_worker(tmp_path):
     result = launch(2, "-m", "tests.integration.scripts.own_loop", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -137,6 +137,7 @@ def test_the_loop_of_the_documentation_equals_one_worker(tmp_path):
             np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+def check_same(plain: list[dict[str, np.ndarray]], early: list[dict[str, np.ndarray]]) -> None:
     """Buckets that leave early bring the same bits, and leave the same state."""
     for expected, state in zip(plain, early, strict=True):
         assert expected.keys() == state.keys()
@@ -172,6 +173,25 @@ def check(spec: str, states: list[dict[str, np.ndarray]], replicas: int, workers
         check_traffic(spec, states[0]["traffic"], workers)
 
 
+def large_bytes(text: str, workers: int, step: int | None = None) -> tuple[int, int]:
+    """Bytes of the large tensors, payload and sent: in an exchange, or if all buckets are encoded."""
+    options = specs.parse(text).options
+    shapes = [tf.TensorSpec(SHAPES[index]) for index in LARGE]
+    if step is not None and getattr(options, "ramp_steps", 0):
+        assert text == "topk:0.05,block=256,ramp_steps=4"  # two exchanges with each of two larger shares
+        return large_bytes(f"topk:{(0.25, 0.25, 0.0625, 0.0625, 0.05)[step]},block=256", workers)
+    exchange, whole = Exchange(text), Exchange("none")
+    for one in (exchange, whole):
+        one.build(shapes, workers=workers)
+    encoded, dense = (one.traffic(workers, 0) for one in (exchange, whole))
+    if step is None:
+        return encoded.payload_bytes, encoded.wire_bytes
+    if step < options.warmup_steps:
+        return dense.payload_bytes, dense.wire_bytes
+    compares = step % options.sample_every == min(options.sample_every // 10, 100)
+    return encoded.payload_bytes + compares * dense.payload_bytes, encoded.wire_bytes + compares * dense.wire_bytes
+
+
 def check_traffic(text: str, traffic: np.ndarray, workers: int) -> None:
     spec = specs.parse(text)
     payload, sent, dense = traffic
@@ -182,6 +202,12 @@ def check_traffic(text: str, traffic: np.ndarray, workers: int) -> None:
     if spec.name == "auto":
         assert sent <= dense
         return
+    encoded = large_bytes(text, workers)
+    every = [large_bytes(text, workers, step) for step in range(STEPS - 1)]  # without BAD_STEP
+    ring = 2 * (workers - 1) * small // workers
+    told = [round(sum(values) / len(every)) for values in zip(*every, strict=True)]
+    assert (payload, sent) == (small + told[0], ring + told[1]), text
+    payload, sent = small + encoded[0], ring + encoded[1]
     if spec.name == "powersgd":
         matrices = [(np.prod(SHAPES[index]) // SHAPES[index][-1], SHAPES[index][-1]) for index in LARGE]
         assert payload - small == 4 * spec.options.rank * sum(rows + columns for rows, columns in matrices)

@@ -14,6 +14,7 @@ from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.exchange import buckets, fusion, residuals
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.sparse_rows import SparseRows
+from tfpar.exchange.counting import ByteCounter, bytes_of_exchange, ring_bytes
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, reduce_per_worker
 from tfpar.exchange.registry import DENSE, TuningResult
@@ -86,6 +87,7 @@ class CompressedReducer(Reducer):
             self._observed = tf.Variable(
                 [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
             )
+            self._counter = ByteCounter("exchange_bytes")  # of the large tensors
         self.units = [ResidualUnits(device, lambda: [bucket.state for bucket in self._buckets])]
         self._make_buckets(self._choose(measured))
 
@@ -164,20 +166,21 @@ class CompressedReducer(Reducer):
         return result | ({} if cosine != cosine else {"cosine": cosine})
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
-        """Bytes of one exchange: payloads and dense small tensors, and those of a dense exchange."""
-        share = functools.partial(_ring_share, workers=self._group.size)
-        small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._small))
-        parts = [bucket.wire_bytes() for indices, bucket in self._indexed_buckets() if indices[0] not in self.sparse]
-        parts.append(self._rows.wire_bytes())
+        """Mean bytes of the exchanges so far, or of one that encodes all buckets before the first; and those of a dense
+        exchange."""
+        ring = functools.partial(ring_bytes, workers=self._group.size)
+        small = ring(4 * (sidecar_length + sum(self._sizes[index] for index in self._small)))
+        counted = self._counter.mean()
+        parts = [counted] if counted else [*(bucket.wire_bytes() for bucket in self._whole), self._rows.wire_bytes()]
         pattern = _joined([spec.options.pattern_name for spec in self._chosen])
         if replicas > self._group.size and pattern != "hierarchical":
             pattern = f"hierarchical, {pattern}"
         return Traffic(
             codec=_joined([spec.name for spec in self._chosen]),
             pattern=pattern + (", rows" if self.sparse else ""),
-            payload_bytes=small + sum(part.payload for part in parts),
-            wire_bytes=share(small) + sum(part.sent for part in parts),
-            dense_bytes=share(4 * (sum(self._sizes) + sidecar_length)),
+            payload_bytes=small.payload + sum(part.payload for part in parts),
+            wire_bytes=small.sent + sum(part.sent for part in parts),
+            dense_bytes=ring(4 * (sum(self._sizes) + sidecar_length)).sent,
         )
 
     def reduce(
@@ -235,6 +238,7 @@ class CompressedReducer(Reducer):
             for variable, value in pending:
                 variable.assign(value, read_value=False)
             self._observe(compared, list(large.values()), tf.add_n(norms), compares)
+            self._count_bytes(step)
             local_copy(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
@@ -260,6 +264,7 @@ class CompressedReducer(Reducer):
         """Sums of all tensors that have a bucket; of embeddings, rows."""
         variable = local_copy(self._step)
         step = variable.read_value()
+        self._count_bytes(step)
         sums: dict[int, Any] = {}
         if self.sparse:
             dense = {
@@ -277,12 +282,13 @@ class CompressedReducer(Reducer):
 
     def _reduce_embedding(self, index: int, bucket: buckets.Bucket, step: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
         """Sum of an embedding that is exchanged like any other tensor."""
-        instance = self._embedding_instances[index]
-        return self._unless_warming_up(
-            step,
-            lambda: bucket.reduce([gradient], step)[0][0],
-            lambda: self._group.all_reduce(gradient, instance),
-        )
+        encoded, dense = bucket.wire_bytes(), ring_bytes(4 * self._sizes[index], self._group.size)
+
+        def unencoded() -> tf.Tensor:
+            self._counter.add(dense.payload - encoded.payload, dense.sent - encoded.sent)  # in place of the encoded
+            return self._group.all_reduce(gradient, self._embedding_instances[index])
+
+        return self._unless_warming_up(step, lambda: bucket.reduce([gradient], step)[0][0], unencoded)
 
     def _reduce_buckets(self, gradients: dict[int, tf.Tensor], step: tf.Tensor) -> dict[int, tf.Tensor]:
         """Sums of the tensors of all buckets but the embeddings'."""
@@ -311,6 +317,13 @@ class CompressedReducer(Reducer):
     def _unless_warming_up(self, step: tf.Tensor, encoded: Callable[[], Any], dense: Callable[[], Any]) -> Any:
         """The result of `encoded`, or in the first `warmup_steps` exchanges that of `dense`."""
         return tf.cond(step < self._warmup_steps, dense, encoded) if self._warmup_steps else encoded()
+
+    def _count_bytes(self, step: tf.Tensor) -> None:
+        """Counts the bytes of one exchange; those of embeddings whose rows are sent, `SparseRows` counts."""
+        dense = ring_bytes(4 * sum(bucket.elements for bucket in self._whole), self._group.size)
+        warmup, compares = self._warmup_steps, self._compares(step)
+        total = bytes_of_exchange(self._whole, dense, step, warmup_steps=warmup, compares=compares)
+        self._counter.add(total[0], total[1], exchanges=1)
 
     def _dense_sums(self, tensors: list[tf.Tensor], shapes: Sequence[tf.TensorShape], instance: int) -> list[tf.Tensor]:
         vector = tf.ensure_shape(buckets.concatenated(tensors), [sum(shape.num_elements() for shape in shapes)])
@@ -371,16 +384,12 @@ class CompressedReducer(Reducer):
                 for indices, bucket in self._indexed_buckets()
                 if indices[0] in self._embeddings
             }
-            self._rows = SparseRows(embeddings, self._group, self._spec.options.sparse_row_dtype)
+            self._rows = SparseRows(embeddings, self._group, self._spec.options.sparse_row_dtype, self._counter)
+        self._whole = [bucket for indices, bucket in self._indexed_buckets() if indices[0] not in self.sparse]
 
     def _indexed_buckets(self) -> Iterable[tuple[list[int], buckets.Bucket]]:
         """Every bucket with the indices of its tensors."""
         return zip(self._indices, self._buckets, strict=True)
-
-
-def _ring_share(size: int, workers: int) -> int:
-    """Bytes that a worker sends for a ring over `size` bytes."""
-    return 2 * (workers - 1) * size // workers
 
 
 def _layout(state: Mapping[str, np.ndarray]) -> dict[str, object]:

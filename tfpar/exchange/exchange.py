@@ -244,8 +244,9 @@ class Exchange:
     def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
         """The bytes of one exchange.
 
-        Rows of embeddings, whose number varies, count with their mean over the exchanges so far; before the first, as
-        dense tensors.
+        With a codec, or rows of embeddings, the mean over the exchanges so far: warm-up, ramp and comparisons send more
+        than the encoded tensors, and the number of rows varies. Before the first, the bytes of an exchange that encodes
+        all large tensors, with embeddings as dense tensors.
 
         Args:
           replicas: Number of replicas N.

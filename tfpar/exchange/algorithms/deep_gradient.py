@@ -14,6 +14,7 @@ from tfpar.exchange import buckets
 from tfpar.exchange.algorithms import value_codecs
 from tfpar.exchange.algorithms.value_codecs import ValueOptions
 from tfpar.exchange.buckets import Bucket, PendingAssigns, WireBytes
+from tfpar.exchange.counting import as_tensor
 from tfpar.exchange.options import is_number, option, whole
 from tfpar.exchange.registry import register
 from tfpar_ops import Codec, codecs
@@ -152,12 +153,20 @@ class DeepGradient:
         """Bytes per exchange and worker after the ramp."""
         return self._final.wire_bytes()
 
+    def wire_bytes_at(self, step: tf.Tensor) -> tf.Tensor:
+        """Bytes of an exchange, see `counting.bytes_of`."""
+        return tf.gather([as_tensor(bucket.wire_bytes()) for bucket in self._stages], self._stage(step))
+
+    def _stage(self, step: tf.Tensor) -> tf.Tensor:
+        """The stage of the ramp that an exchange belongs to: int32 scalar."""
+        stage = tf.clip_by_value((step - self._start) // self._stage_steps, 0, len(self._stages) - 1)
+        return tf.cast(stage, tf.int32)
+
     def _reduce_stage(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         if len(self._stages) == 1:
             return self._final.reduce(tensors, step)
-        stage = tf.clip_by_value((step - self._start) // self._stage_steps, 0, len(self._stages) - 1)
         flat = tf.switch_case(
-            tf.cast(stage, tf.int32),
+            self._stage(step),
             [lambda bucket=bucket: _flatten(bucket.reduce(tensors, step)) for bucket in self._stages],
         )
         return flat[:-1], flat[-1]

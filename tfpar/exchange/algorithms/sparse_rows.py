@@ -14,9 +14,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from tfpar.collectives.group import Group, allocate_instance_keys
-from tfpar.collectives.tensorflow import local_copy
-from tfpar.exchange import buckets
 from tfpar.exchange.buckets import WireBytes
+from tfpar.exchange.counting import ByteCounter
 
 import numpy as np
 import tensorflow as tf
@@ -69,6 +68,7 @@ class SparseRows:
       embeddings: Shape, and bytes if it travels dense, by the index of the variable.
       group: All workers.
       dtype: Dtype in which rows are sent, float32 or bfloat16.
+      counter: Counts the bytes, beside those of other tensors, whose exchange it knows already; by default its own.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class SparseRows:
         embeddings: Mapping[int, tuple[tf.TensorShape, WireBytes]],
         group: Group,
         dtype: tf.DType = tf.float32,
+        counter: ByteCounter | None = None,
     ) -> None:
         self._group = group
         self._half = dtype == tf.bfloat16
@@ -91,8 +92,8 @@ class SparseRows:
             self._embeddings[index] = _Embedding(shape, len(self._embeddings), sizes, instance, wire.payload, wire.sent)
         if self._embeddings:
             self._instance = allocate_instance_keys(1, group)[0]
-            # Bytes of all exchanges so far, payload and sent, and the number of exchanges.
-            self._total = buckets.counter_variable(3, "exchange_rows")
+            self._counter = counter or ByteCounter("exchange_rows")
+            self._counts_exchanges = counter is None
 
     @property
     def indices(self) -> list[int]:
@@ -115,7 +116,7 @@ class SparseRows:
         counts = tf.concat([tf.shape(gradients[index][1]) for index in self._embeddings], axis=0)
         counts = self._group.all_gather(counts[tf.newaxis], self._instance)
         told = _COUNT_BYTES * len(self._embeddings)
-        self._count_bytes(told, told * (self._group.size - 1), exchanges=1)
+        self._counter.add(told, told * (self._group.size - 1), exchanges=int(self._counts_exchanges))
         return {
             index: self._reduce_one(embedding, gradients[index], counts[:, embedding.column], dense[index])
             for index, embedding in self._embeddings.items()
@@ -130,11 +131,11 @@ class SparseRows:
             step = tf.searchsorted(embedding.sizes, largest[tf.newaxis])[0]
             size = tf.gather(embedding.sizes, step)
             payload = tf.cast(size, tf.int64) * self._row_bytes(embedding.shape)
-            self._count_bytes(payload, payload * (self._group.size - 1))
+            self._counter.add(payload, payload * (self._group.size - 1))
             return self._reduce_rows(embedding, gradient, counts, size, embedding.instance + step)
 
         def as_tensor() -> RowGradient:
-            self._count_bytes(embedding.dense_payload, embedding.dense_sent)
+            self._counter.add(embedding.dense_payload, embedding.dense_sent)
             return dense(densified(gradient, embedding.shape)), tf.range(embedding.rows, dtype=tf.int64)
 
         return tf.cond(largest <= int(embedding.sizes[-1]), as_rows, as_tensor)
@@ -174,17 +175,11 @@ class SparseRows:
         pairs = tf.cast(tf.bitcast(words[:, :-1], tf.bfloat16), tf.float32)
         return tf.reshape(pairs, [-1, elements + elements % 2])[:, :elements]
 
-    def _count_bytes(self, payload: tf.Tensor | int, sent: tf.Tensor | int, exchanges: int = 0) -> None:
-        values = [tf.cast(value, tf.int64) for value in (payload, sent, exchanges)]
-        local_copy(self._total).assign_add(tf.stack(values), read_value=False)
-
     def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker: the mean of those so far; before the first, those of dense tensors."""
-        payload, sent, exchanges = local_copy(self._total).numpy().tolist() if self._embeddings else (0, 0, 0)
-        if not exchanges:
-            embeddings = self._embeddings.values()
-            return WireBytes(sum(one.dense_payload for one in embeddings), sum(one.dense_sent for one in embeddings))
-        return WireBytes(round(payload / exchanges), round(sent / exchanges))
+        embeddings = self._embeddings.values()
+        before = WireBytes(sum(one.dense_payload for one in embeddings), sum(one.dense_sent for one in embeddings))
+        return (self._counter.mean() if embeddings else None) or before
 
 
 def summed_by_row(values: tf.Tensor, indices: tf.Tensor) -> RowGradient:
