@@ -74,9 +74,12 @@ def through(optimizer: str) -> dict[int, np.ndarray]:
         *(pytest.param(*case.split(), marks=pytest.mark.proof) for case in OTHERS),
     ],
 )
-def test_a_later_trainer_goes_on(optimizer, before, after, tmp_path):
+def test_a_later_trainer_goes_on(optimizer, before, after, tmp_path, capsys):
     options = {"optimizer": optimizer, "workdir": str(tmp_path)}
     train(**options, **LAYOUTS[before], stop_after=3)
-    found = train(**options, **LAYOUTS[after])
+    found = train(**options, **LAYOUTS[after], verbose=1)
+    said = capsys.readouterr().out
+    assert "resumed from step 3" in said
+    assert "residual" not in said  # nothing was encoded
     for place, value in through(optimizer).items():
         np.testing.assert_allclose(found[place], value, rtol=1e-4, atol=1e-5, err_msg=str(place))

@@ -78,14 +78,18 @@ def pending_elements(workers: int, read: Callable[[int], Mapping[str, np.ndarray
     return total.size if total.any() else 0
 
 
+def are_pending(state: Mapping[str, np.ndarray]) -> bool:
+    """Whether the export of a worker has a residual that is not zero."""
+    return any(array.any() for name, array in state.items() if name.rpartition("/")[2] in RESIDUALS)
+
+
 def check_none_of_places(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
     """Refuses residuals of the devices of replicas, which no longer encode anything; see `Exchange.restore`.
 
     Raises:
       ConfigError: There are residuals that are not zero.
     """
-    saved = (pair for rank in range(workers) for pair in read(rank).items())
-    if any(array.any() for name, array in saved if name.rpartition("/")[2] in RESIDUALS):
+    if any(are_pending(read(rank)) for rank in range(workers)):
         raise ConfigError(
             "--exchange: the checkpoint holds a residual that has not been applied yet, of replicas of several "
             "devices. Nothing is encoded in this run, so it would be lost. Resume with the previous --exchange and "

@@ -14,6 +14,7 @@ from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.names import common_names
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ExperimentConfig
+from tfpar.exchange.residuals import are_pending
 from tfpar.guards.bad_examples import SkippedExampleLog
 from tfpar.guards.restarts import RestartLog
 from tfpar.monitor.run_info import stopping_option
@@ -263,7 +264,7 @@ class RunFiles:
             return self._exchange_state(checkpoint.step, worker * apart + part)
 
         exchange.restore(run["workers"] // apart, read)
-        if exchange.state and not exchange.compresses:
+        if not exchange.compresses and are_pending(exchange.export()):
             self._message("applying the previous exchange's residual in the next step")
 
     def _restore_rounds(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> LossScale | None:
