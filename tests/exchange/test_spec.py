@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tfpar.config import ConfigError
 from tfpar.exchange import registry
 from tfpar.exchange import spec as specs
+from tfpar.exchange.options import Options
 
 import pytest
 
@@ -40,6 +43,12 @@ def test_topk_takes_the_share_it_keeps(text, keep, block):
 )
 def test_the_first_option_may_have_its_name(text, same):
     assert specs.parse(text).options == specs.parse(same).options
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names() if name != registry.DENSE])
+def test_what_compresses_takes_all_options_that_are_listed_for_all(name):
+    shared = [field.name for field in dataclasses.fields(Options) if field.metadata]
+    assert {*shared} <= {field.name for field in registry.get(name).fields}
 
 
 def test_topk_keeps_at_least_one():

@@ -12,7 +12,7 @@ from tfpar.collectives import cost_model
 from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import COMPRESSED_BUCKET_BYTES, PendingAssigns, WireBytes
+from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar.exchange.options import Options, option, whole
 from tfpar.exchange.registry import register
 
@@ -173,5 +173,4 @@ register(
     cost=cost,
     summary="matrices as two thin factors (Vogels et al. 2019)",
     example="start_after=100",
-    fixed={"bucket_bytes": COMPRESSED_BUCKET_BYTES},
 )
