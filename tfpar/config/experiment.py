@@ -131,6 +131,12 @@ class ExperimentConfig:
         )
 
     @property
+    def step_batch_size(self) -> int:
+        """Examples in a step of the optimizer, for which `--base_batch_size` scales the learning rate: in a federation,
+        a step of a client."""
+        return self.federated.client_batch if self.federated is not None else self.input.global_batch_size
+
+    @property
     def eval_batch_size(self) -> int:
         """Examples in a batch of evaluation and prediction, over all replicas."""
         return self.train.eval_batch_size or self.input.global_batch_size

@@ -202,8 +202,8 @@ class TrainerOptions(TypedDict, total=False):
     """Peak learning rate; if --base_batch_size is set, for a batch of that size."""
 
     base_batch_size: int
-    """Linear scaling (Goyal et al. 2017): multiplies the learning rate by global_batch_size / base_batch_size. 0:
-    off."""
+    """Linear scaling (Goyal et al. 2017): multiplies the learning rate by global_batch_size / base_batch_size; in a
+    federation, by client_batch / base_batch_size. 0: off."""
 
     weight_decay: float
     """Decoupled weight decay."""

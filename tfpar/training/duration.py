@@ -69,7 +69,7 @@ def check_length(config: ExperimentConfig, total: int) -> None:
       total: Steps of the whole run.
     """
     check_profile(config.monitor.profile_window(), total)
-    peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
+    peak = optimizers.scaled_learning_rate(config.optimizer, config.step_batch_size)
     schedules.build(config.schedule, peak=peak, total_steps=total)
 
 

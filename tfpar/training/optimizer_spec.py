@@ -129,7 +129,7 @@ class OptimizerSpec:
     def create(self, config: ExperimentConfig) -> keras.optimizers.Optimizer:
         """A new optimizer, not built, for the strategy in whose scope this is called."""
         if self.instance is None:
-            return optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
+            return optimizers.build(config.optimizer, global_batch_size=config.step_batch_size)
         copy = optimizers.recreate(self.instance)
         optimizers.follow_rate(copy, self.instance)
         return copy

@@ -259,7 +259,7 @@ class Program:
         """The configuration's learning-rate schedule, or None where the optimizer keeps its own learning rate."""
         if self.keeps_own_rate:
             return None
-        peak = optimizers.scaled_learning_rate(self.config.optimizer, self.config.input.global_batch_size)
+        peak = optimizers.scaled_learning_rate(self.config.optimizer, self.config.step_batch_size)
         return schedules.build(self.config.schedule, peak=peak, total_steps=total_steps)
 
     def step(self, schedule: schedules.Schedule | None, *, rebuild: bool = False) -> TrainStep:

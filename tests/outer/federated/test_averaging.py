@@ -60,7 +60,12 @@ UNEVEN = {"partition": "by_class:2", "clients": CLIENTS}
     ("options", "server", "mu"),
     [
         ({"jit_compile": "true", **UNEVEN}, ("sgd", 1.0, 0.0), 0.0),
-        ({"averaging": "fedprox", "prox": 0.5, "client_weights": "uniform", **UNEVEN}, ("sgd", 1.0, 0.0), 0.5),
+        (
+            # The learning rate is for the batch of a client.
+            {"averaging": "fedprox", "prox": 0.5, "client_weights": "uniform", "base_batch_size": BATCH, **UNEVEN},
+            ("sgd", 1.0, 0.0),
+            0.5,
+        ),
         ({"averaging": "fedavgm", "server_learning_rate": 0.5}, ("sgd", 0.5, 0.9), 0.0),
         ({"averaging": "fedyogi", "server_learning_rate": 0.02}, ("yogi", 0.02, 0.9), 0.0),
         ({"averaging": "scaffold", "jit_compile": "true", **UNEVEN}, ("sgd", 1.0, 0.0), 0.0),

@@ -79,8 +79,8 @@ class OptimizerConfig(ConfigBase):
     )
     base_batch_size: int = option(
         0,
-        "Linear scaling (Goyal et al. 2017): multiplies the learning rate by global_batch_size / base_batch_size. "
-        "0: off.",
+        "Linear scaling (Goyal et al. 2017): multiplies the learning rate by global_batch_size / base_batch_size; in a "
+        "federation, by client_batch / base_batch_size. 0: off.",
         minimum=0,
     )
     weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0.0)

@@ -97,9 +97,8 @@ class FederatedTrainer:
         check_model(program.model, self._options)
         self.program = dataclasses.replace(program, core=FederatedCore.of(program.core), _steps=[])
         with program.strategy.scope():
-            self._client_optimizer = optimizers.build(
-                self.config.optimizer, global_batch_size=self._options.client_batch
-            )
+            batch = self.config.step_batch_size
+            self._client_optimizer = optimizers.build(self.config.optimizer, global_batch_size=batch)
             self._client_optimizer.build(program.model.trainable_variables)
         self._between_runs = AveragesBetweenRuns()
 
