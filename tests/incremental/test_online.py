@@ -38,7 +38,8 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
     """Deliveries of 160 and 320 examples, whose batches begin in the middle of the pipeline's epoch."""
     base, incoming = places
     run = tmp_path / "run"
-    learner = learner_of(base, incoming, run)
+    # Both are longer than the first delivery.
+    learner = learner_of(base, incoming, run, warmup_steps=8, profile_steps="20,25")
     assert learner._chief is not None
     real_next, passes = learner._chief.next, []
 
@@ -77,6 +78,7 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
         **{name: OPTIONS[name] for name in ("schedule", "optimizer", "learning_rate", "global_batch_size")},
         **{name: OPTIONS[name] for name in ("strategy", "jit_compile", "verbose")},
         shuffle=False,
+        warmup_steps=8,
     )
     losses: list[float] = []
     note = tfpar.Hook(1, lambda state: losses.extend(state.since.losses))
@@ -113,6 +115,7 @@ def test_replay_adds_as_many_kept_examples(places, shards, tmp_path):
     ("options", "message"),
     [
         ({"schedule": "cosine"}, "--schedule=cosine needs the length of a run"),
+        ({"warmup_steps": 0.05}, "--warmup_steps=0.05 is a share of a run's steps, .* e.g. --warmup_steps=100"),
         ({"method": "ewc"}, "--method=ewc works with --tasks"),
         ({"workdir": ""}, "--watch needs a --workdir"),
         ({"watch": "/nowhere"}, "--watch=/nowhere: no such directory"),

@@ -86,6 +86,11 @@ def _check_watching(config: ExperimentConfig) -> None:
             f"--schedule={config.schedule.schedule} needs the length of a run, which is not known with --watch. Use "
             "--schedule=constant, optionally with --warmup_steps."
         )
+    if 0.0 < config.schedule.warmup_steps < 1.0:
+        raise ConfigError(
+            f"--warmup_steps={config.schedule.warmup_steps:g} is a share of a run's steps, whose number is not known "
+            "with --watch. Give a number of steps, e.g. --warmup_steps=100."
+        )
     if not config.checkpoint.workdir:
         raise ConfigError("--watch needs a --workdir, where it records which files were learned.")
     if not os.path.isdir(options.watch):

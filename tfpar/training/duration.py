@@ -61,6 +61,17 @@ def check_profile(window: tuple[int, int] | None, total: int) -> None:
         )
 
 
+def planned_steps(config: ExperimentConfig, total: int) -> int:
+    """The steps that a schedule and a profile refer to: those of the whole run.
+
+    Args:
+      config: The experiment.
+      total: Steps of the whole run, or with `--watch`, whose run has no end, up to the end of the current delivery.
+    """
+    watches = config.incremental is not None and config.incremental.watch
+    return max(config.train.steps, total) if watches else total
+
+
 def check_length(config: ExperimentConfig, total: int) -> None:
     """Refuses a schedule or a profile that does not fit into the steps of the run.
 

@@ -21,7 +21,7 @@ from tfpar.optim import schedules
 from tfpar.optim.plateau import PlateauController
 from tfpar.parallel.split import not_finite
 from tfpar.parallel.topology import Topology
-from tfpar.training.duration import check_profile, in_epochs, total_steps
+from tfpar.training.duration import check_profile, in_epochs, planned_steps, total_steps
 from tfpar.training.loops.run_files import RunFiles
 from tfpar.training.model.adapting import all_weights
 from tfpar.training.program import Program
@@ -91,7 +91,7 @@ def prepare(
     if pipeline.steps_per_epoch == inputs.ENDLESS:  # the whole run counts as one epoch
         steps_per_epoch = info.total
     monitor = announce.build_monitor(info)
-    schedule = program.schedule(info.total)
+    schedule = program.schedule(planned_steps(config, info.total))
     plateau = schedules.plateau(config.schedule) if schedule is not None else None
     agreement, batches = _agreement(topology), _batches(pipeline, topology)
     skipped_examples = SkippedExampleLog(batches, is_chief=topology.is_chief)
@@ -165,7 +165,7 @@ def _info(
     steps_per_epoch: int,
 ) -> RunInfo:
     total = total_steps(program.config.train, steps, epochs, steps_per_epoch)
-    check_profile(program.config.monitor.profile_window(), total)
+    check_profile(program.config.monitor.profile_window(), planned_steps(program.config, total))
     auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
     return RunInfo(
         config=program.config,
