@@ -86,6 +86,15 @@ def test_an_evaluation_at_the_end_of_an_epoch_leaves_its_averages_alone(director
             np.testing.assert_allclose(worker[name], values, rtol=1e-5, err_msg=name)
 
 
+def test_a_model_with_an_optimizer_for_each_part_equals_one_process(directory):
+    first, second = workers(directory, "gan")
+    expected = drop_in.gan(2 * drop_in.BATCH)
+    assert set(first) == set(second) == set(expected) >= {"log/d_loss", "log/g_loss"}
+    for key, value in expected.items():
+        np.testing.assert_array_equal(first[key], second[key], err_msg=key)
+        np.testing.assert_allclose(first[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
 def test_compressed_from_different_weights(directory):
     first, second = workers(directory, "int4")
     assert not np.array_equal(first.pop("before"), second.pop("before"))

@@ -25,6 +25,7 @@ class _InStep(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._workers: Workers | None = None
+        self._optimizers: list[keras.optimizers.Optimizer] = []
         self._steps: int | None = None
         self._done = 0
 
@@ -38,10 +39,12 @@ class _InStep(keras.callbacks.Callback):
         self._workers = workers.current()
         if self._workers is None:
             return
-        if distribution_of(self.model.optimizer) is None:
+        self._optimizers = distributed_optimizers(self.model)
+        if not self._optimizers:
             raise ConfigError(
-                f"tfpar.{type(self).__name__}: the model's optimizer does not exchange gradients, so each worker "
-                "would train alone. Write model.compile(tfpar.DistributedOptimizer(optimizer), ...)."
+                f"tfpar.{type(self).__name__}: the model's optimizer does not exchange gradients, and no attribute of "
+                "the model is an optimizer that does, so each worker would train alone. Write "
+                "model.compile(tfpar.DistributedOptimizer(optimizer), ...)."
             )
         if self.model.jit_compile:
             raise xla_error()
@@ -98,6 +101,18 @@ class _InStep(keras.callbacks.Callback):
             self._workers.gather(f"{type(self).__name__} {where}", None)
 
 
+def distributed_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of a model that exchange gradients: that of `compile`, and those that the model has as attributes,
+    also in lists and dicts, because it trains parts of itself with each, as a GAN does."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    for value in (model.optimizer, *vars(model).values()):
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for part in parts:
+            if isinstance(part, keras.optimizers.Optimizer) and distribution_of(part) is not None:
+                found[id(part)] = part
+    return [*found.values()]
+
+
 class BroadcastInitialWeights(_InStep):
     """Gives all workers the weights and the optimizer state of worker 0 when training begins.
 
@@ -113,19 +128,11 @@ class BroadcastInitialWeights(_InStep):
         super().on_train_begin(logs)
         if self._workers is None:
             return
-        optimizer = self.model.optimizer
-        distribution = distribution_of(optimizer)
-        assert distribution is not None
-        if not optimizer.built:
-            if not self.model.built:
-                raise ConfigError(
-                    "tfpar.BroadcastInitialWeights: the model has no weights yet. Give it a keras.Input, or call it "
-                    "on a batch before fit."
-                )
-            with keras.name_scope(optimizer.name, caller=optimizer):
-                optimizer.build(self.model.trainable_weights)
-        distribution.start(optimizer)
-        variables = [*self.model.weights, *optimizer.variables]
+        self._build()
+        for optimizer in self._optimizers:
+            if optimizer.built and (distribution := distribution_of(optimizer)):
+                distribution.start(optimizer)
+        variables = [*self.model.weights, *(each for one in self._optimizers for each in one.variables)]
         arrays = [variable.numpy() for variable in variables]
         layouts = self._workers.gather(
             "compare shapes before the broadcast", [[list(array.shape), str(array.dtype)] for array in arrays]
@@ -143,6 +150,21 @@ class BroadcastInitialWeights(_InStep):
         digests = self._workers.gather("check the broadcast", digest(variables))
         if any(other != digests[0] for other in digests):
             raise RuntimeError(f"workers hold different weights after the broadcast: SHA-256 {digests}")
+
+    def _build(self) -> None:
+        """Builds the optimizer of `compile`. With several, only the first step knows the variables of each."""
+        optimizer = self._optimizers[0]
+        alone = len(self._optimizers) == 1 and optimizer is self.model.optimizer
+        if optimizer.built and alone:
+            return
+        if not (self.model.built if alone else self.model.weights):
+            raise ConfigError(
+                "tfpar.BroadcastInitialWeights: the model has no weights yet. Give it a keras.Input, or call it on a "
+                "batch before fit."
+            )
+        if alone:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(self.model.trainable_weights)
 
 
 class AverageMetrics(_InStep):
@@ -197,7 +219,7 @@ class AverageMetrics(_InStep):
                 "values": values,
                 "train": self._noted["train"],
                 "validation": self._noted.get("validation", {"examples": 0.0, "state": []}),
-                "learning rate": _current_rate(self.model.optimizer),
+                "learning rate": _current_rates(self._optimizers),
                 "stop_training": bool(self.model.stop_training),
             },
         )
@@ -301,10 +323,12 @@ def weighted_mean(values: list[float], weights: list[float]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
 
 
-def _current_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """The present learning rate; None where there are several (Keras' MultiOptimizer refuses to name one)."""
-    learning_rate = getattr(optimizer, "learning_rate", None)
-    return None if learning_rate is None else float(keras.ops.convert_to_numpy(learning_rate))
+def _current_rates(optimizers: list[keras.optimizers.Optimizer]) -> Any:
+    """The present learning rate, or those of several optimizers; None for an optimizer that has several (Keras'
+    MultiOptimizer refuses to name one)."""
+    rates = [getattr(optimizer, "learning_rate", None) for optimizer in optimizers]
+    numbers = [None if rate is None else float(keras.ops.convert_to_numpy(rate)) for rate in rates]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _check_same_decisions(gathered: list[dict[str, Any]]) -> None:

@@ -150,6 +150,56 @@ def fit(name: str, batch: int, exchange: str = "none", sent: dict[str, int] | No
     return state(model) | {f"log/{key}": np.array(values) for key, values in history.history.items()}
 
 
+class Gan(keras.Model):
+    """As in the examples of Keras: with two optimizers, neither of which is the argument of `Model.compile`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(seed)
+        hidden = keras.layers.Dense(8, activation="tanh")
+        self.discriminator = keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(1)])
+        hidden = keras.layers.Dense(8, activation="tanh")
+        self.generator = keras.Sequential([keras.Input((3,)), hidden, keras.layers.Dense(6)])
+        self.d_loss, self.g_loss = keras.metrics.Mean("d_loss"), keras.metrics.Mean("g_loss")
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile(jit_compile=False)
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.d_loss, self.g_loss]
+
+    def train_step(self, real: Any) -> dict[str, Any]:
+        latent, ones = real[:, :3], tf.ones_like(real[:, :1])
+        with tf.GradientTape() as tape:
+            logits = self.discriminator(tf.concat([real, self.generator(latent)], axis=0))
+            d_loss = self.loss_fn(tf.concat([ones, 0.0 * ones], axis=0), logits)
+        weights = self.discriminator.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            g_loss = self.loss_fn(ones, self.discriminator(self.generator(latent)))
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+
+def gan(batch: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights, optimizer variables and logs of a GAN, which begins with the weights of worker 0."""
+    model = Gan(seed)
+    optimizers = [tfpar.DistributedOptimizer(make) for make in (keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01))]
+    model.compile(*optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
+    x = tfpar.shard(data()[0])
+    callbacks = [tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()]
+    history = model.fit(x, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    result = {f"weight/{index}": value for index, value in enumerate(model.get_weights())}
+    variables = [variable for one in optimizers for variable in one.variables]
+    result |= {f"slot/{index}": variable.numpy() for index, variable in enumerate(variables)}
+    return result | {f"log/{name}": np.array(values) for name, values in history.history.items()}
+
+
 def state(model: keras.Model) -> dict[str, np.ndarray]:
     result = {f"weight/{index}": value for index, value in enumerate(model.get_weights())}
     return result | {f"slot/{index}": value.numpy() for index, value in enumerate(model.optimizer.variables)}
@@ -291,6 +341,7 @@ def main() -> None:
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
     np.savez(directory / f"lone-{rank}.npz", **lone_gradients(rank))
     np.savez(directory / f"evaluated-{rank}.npz", **evaluated(BATCH))
+    np.savez(directory / f"gan-{rank}.npz", **gan(BATCH, seed=rank))
     late = {"eager": late_gradients(rank, lambda step: step), "graph": late_gradients(rank, tf.function)}
     (directory / f"late-{rank}.json").write_text(json.dumps(late))
     refusals = {}
