@@ -116,7 +116,7 @@ def test_a_model_of_its_own_loss_is_weighted_by_examples(alone):
     def other(value):
         if not isinstance(value, dict):
             return value
-        state = {"examples": 8.0, "state": [*value["train"]["state"][:-2], 4.0, 8.0]}
+        state = {"examples": 8.0, "state": [*value["train"]["state"][:-2], 4.0, 8.0], "results": {"own": 0.5}}
         return value | {"train": state, "values": {"own": 0.5, "unknown": 5.0}}
 
     alone.others = [other]

@@ -86,6 +86,16 @@ def test_an_evaluation_at_the_end_of_an_epoch_leaves_its_averages_alone(director
             np.testing.assert_allclose(worker[name], values, rtol=1e-5, err_msg=name)
 
 
+def test_tensors_that_a_step_of_ones_own_returns_are_averaged(directory):
+    """Also under the name of the mean that Keras makes for every model, which such a step does not update."""
+    first, second = workers(directory, "own_step")
+    for name in ("loss", "kl_loss"):
+        expected = (first[f"own/{name}"] + second[f"own/{name}"]) / 2.0
+        assert (expected > 0.5).all()
+        for worker in (first, second):
+            np.testing.assert_allclose(worker[f"log/{name}"], expected, rtol=1e-12)
+
+
 def test_a_model_with_an_optimizer_for_each_part_equals_one_process(directory):
     first, second = workers(directory, "gan")
     expected = drop_in.gan(2 * drop_in.BATCH)

@@ -174,7 +174,8 @@ class AverageMetrics(_InStep):
     all workers then make the same decisions. The states of Keras' metrics, which are sums, are added up over the
     workers, in training and, for `val_...`, in validation: every example and every sample weight counts once, and
     metrics such as AUC or a root of a mean are exact too. Other logged values, such as those of your own metric
-    classes, are averaged, weighted by the number of examples that each worker saw.
+    classes or tensors that your own `train_step` returns, are averaged, weighted by the number of examples that each
+    worker saw.
 
     Raises:
       ConfigError: In `fit`, on every worker: workers log different names, or have different learning rates or decisions
@@ -212,24 +213,19 @@ class AverageMetrics(_InStep):
         super().on_epoch_end(epoch, logs)
         if self._workers is None or logs is None:
             return
-        values = {name: np.asarray(value, np.float64).tolist() for name, value in logs.items()}
         gathered = self._workers.gather(
             f"average the metrics of epoch {epoch + 1}",
             {
-                "values": values,
+                "values": _as_lists(logs),
                 "train": self._noted["train"],
-                "validation": self._noted.get("validation", {"examples": 0.0, "state": []}),
+                "validation": self._noted.get("validation", {"examples": 0.0, "state": [], "results": {}}),
                 "learning rate": _current_rates(self._optimizers),
                 "stop_training": bool(self.model.stop_training),
             },
         )
         _check_same_decisions(gathered)
-        exact = {
-            prefix + name: value
-            for prefix, split in (("", "train"), ("val_", "validation"))
-            for name, value in self._results([worker[split]["state"] for worker in gathered]).items()
-        }
-        for name in values:
+        exact = self._exact(gathered)
+        for name in logs:
             split = "validation" if name.startswith("val_") else "train"
             weights = [worker[split]["examples"] for worker in gathered]
             parts = np.asarray([worker["values"][name] for worker in gathered])
@@ -237,14 +233,33 @@ class AverageMetrics(_InStep):
             mean = np.reshape(means, parts.shape[1:]) if parts.ndim > 1 else means[0]
             logs[name] = exact.get(name, mean)
 
+    def _exact(self, gathered: list[dict[str, Any]]) -> dict[str, Any]:
+        """The results of metrics over all workers, by their names in the logs.
+
+        A value that a worker logs under the name of a metric need not be the metric's result: Keras makes a mean `loss`
+        for every model, which a `train_step` of the user's own may leave at 0. Such names are left out.
+        """
+        exact: dict[str, Any] = {}
+        for prefix, split in (("", "train"), ("val_", "validation")):
+            for name, value in self._results([worker[split]["state"] for worker in gathered]).items():
+                logged = [worker["values"].get(prefix + name) for worker in gathered]
+                results = [worker[split]["results"].get(name) for worker in gathered]
+                if all(map(_is_result, logged, results)):
+                    exact[prefix + name] = value
+        return exact
+
     def _snapshot(self) -> dict[str, Any]:
-        """The number of examples since the metrics were reset, and the state of those that add up."""
+        """The number of examples since the metrics were reset, the state of those that add up, and all results."""
         state = [
             variable.numpy().tolist()
             for metric in self._compiled_metrics(additive=True)
             for variable in metric.variables
         ]
-        return {"examples": self._examples(), "state": state}
+        return {
+            "examples": self._examples(),
+            "state": state,
+            "results": _as_lists(_flat(self.model.get_metrics_result())),
+        }
 
     def _results(self, states: list[list[Any]]) -> dict[str, Any]:
         """Values by name from the sums of the workers' states; the model's metrics are the same afterwards."""
@@ -311,6 +326,21 @@ def _flat(results: dict[str, Any]) -> dict[str, Any]:
     for name, value in results.items():
         flat.update(_flat(value) if isinstance(value, dict) else {name: value})
     return flat
+
+
+def _as_lists(logs: dict[str, Any]) -> dict[str, Any]:
+    """Logged values as JSON can hold them."""
+    return {name: np.asarray(value, np.float64).tolist() for name, value in logs.items()}
+
+
+def _is_result(logged: Any, result: Any) -> bool:
+    """Whether a logged value is the result of a metric.
+
+    Keras logs the result itself, or that of the last step, whose graph TensorFlow may round differently.
+    """
+    if logged is None or result is None or np.shape(logged) != np.shape(result):
+        return False
+    return bool(np.allclose(logged, result, rtol=1e-5, atol=0.0, equal_nan=True))
 
 
 def weighted_mean(values: list[float], weights: list[float]) -> float:

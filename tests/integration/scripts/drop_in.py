@@ -150,6 +150,40 @@ def fit(name: str, batch: int, exchange: str = "none", sent: dict[str, int] | No
     return state(model) | {f"log/{key}": np.array(values) for key, values in history.history.items()}
 
 
+class OwnStep(keras.Model):
+    """A model whose step returns tensors, and updates no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            kl = tf.reduce_mean(x**2)
+            loss = tf.reduce_mean((self(x) - y) ** 2) + kl
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss, "kl_loss": kl}
+
+
+def own_step() -> dict[str, np.ndarray]:
+    """What this worker would log, and what all log."""
+    keras.utils.set_random_seed(0)
+    model, own = OwnStep(), []
+    x, y = tfpar.shard(*data())
+    model(x)
+    model.compile(tfpar.DistributedOptimizer(keras.optimizers.SGD(0.01)), jit_compile=False)
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: own.append(dict(logs)))
+    callbacks = [tfpar.BroadcastInitialWeights(), note, tfpar.AverageMetrics()]
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    noted = {f"own/{name}": np.array([logs[name] for logs in own]) for name in own[0]}
+    return noted | {f"log/{name}": np.array(values) for name, values in history.history.items()}
+
+
 class Gan(keras.Model):
     """As in the examples of Keras: with two optimizers, neither of which is the argument of `Model.compile`."""
 
@@ -341,6 +375,7 @@ def main() -> None:
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
     np.savez(directory / f"lone-{rank}.npz", **lone_gradients(rank))
     np.savez(directory / f"evaluated-{rank}.npz", **evaluated(BATCH))
+    np.savez(directory / f"own_step-{rank}.npz", **own_step())
     np.savez(directory / f"gan-{rank}.npz", **gan(BATCH, seed=rank))
     late = {"eager": late_gradients(rank, lambda step: step), "graph": late_gradients(rank, tf.function)}
     (directory / f"late-{rank}.json").write_text(json.dumps(late))
