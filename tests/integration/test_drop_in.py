@@ -105,6 +105,13 @@ def test_a_model_with_an_optimizer_for_each_part_equals_one_process(directory):
         np.testing.assert_allclose(first[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
+def test_backups_of_every_worker_resume_after_the_broadcast(directory):
+    expected, _ = workers(directory, "uninterrupted")
+    for worker in workers(directory, "resumed"):
+        for key, value in expected.items():
+            np.testing.assert_array_equal(worker[key], value, err_msg=key)
+
+
 def test_compressed_from_different_weights(directory):
     first, second = workers(directory, "int4")
     assert not np.array_equal(first.pop("before"), second.pop("before"))
@@ -141,6 +148,7 @@ def test_the_saved_model_knows_nothing_of_tfpar(directory):
         ("other optimizer variables", "worker 1 would start from other optimizer variables than worker 0"),
         ("other callbacks", "(worker 0: BroadcastInitialWeights begins; worker 1: AverageMetrics begins)"),
         ("other end", "worker 0: BroadcastInitialWeights begins epoch 3; worker 1: BroadcastInitialWeights ends"),
+        ("other first epoch", "workers resume at different epochs (worker 0: epoch 1; worker 1: epoch 2)"),
         ("other steps", "(steps x epochs: worker 0: 5 x 1; worker 1: 4 x 1)"),
         ("other learning rates", "Put AverageMetrics before the callbacks that decide"),
         ("a variable is left out", "apply was called without the variable a, and exchange='int8' keeps a residual"),

@@ -28,6 +28,7 @@ class _InStep(keras.callbacks.Callback):
         self._optimizers: list[keras.optimizers.Optimizer] = []
         self._steps: int | None = None
         self._done = 0
+        self._begun = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Compares the steps that workers are going to make.
@@ -36,7 +37,7 @@ class _InStep(keras.callbacks.Callback):
           ConfigError: They differ, or are not known.
         """
         del logs
-        self._workers = workers.current()
+        self._workers, self._begun = workers.current(), False
         if self._workers is None:
             return
         self._optimizers = distributed_optimizers(self.model)
@@ -68,10 +69,18 @@ class _InStep(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps of the new epoch, and checks that all workers continue."""
+        """Counts the steps of the new epoch, and checks that all workers continue.
+
+        Raises:
+          ConfigError: This is the first epoch of `fit`, and it is another one on other workers.
+        """
         del logs
         self._done = 0
-        self._meet(f"begins epoch {epoch + 1}")
+        if self._begun:
+            self._meet(f"begins epoch {epoch + 1}")
+        elif self._workers is not None:
+            self._begun = True
+            _check_same_first_epoch(self._workers.gather(f"{type(self).__name__} begins the first epoch", epoch + 1))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts."""
@@ -359,6 +368,17 @@ def _current_rates(optimizers: list[keras.optimizers.Optimizer]) -> Any:
     rates = [getattr(optimizer, "learning_rate", None) for optimizer in optimizers]
     numbers = [None if rate is None else float(keras.ops.convert_to_numpy(rate)) for rate in rates]
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _check_same_first_epoch(epochs: list[int]) -> None:
+    """Refuses workers that begin at different epochs, counted from 1."""
+    if any(epoch != epochs[0] for epoch in epochs):
+        begun = "; ".join(f"worker {worker}: epoch {epoch}" for worker, epoch in enumerate(epochs))
+        raise ConfigError(
+            f"fit: workers resume at different epochs ({begun}). Give all workers the same initial_epoch, or each a "
+            "keras.callbacks.BackupAndRestore with a directory of its own, after tfpar.BroadcastInitialWeights. If the "
+            "backups are of different epochs, replace them by copies of one."
+        )
 
 
 def _check_same_decisions(gathered: list[dict[str, Any]]) -> None:

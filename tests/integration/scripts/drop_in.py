@@ -5,6 +5,7 @@ python tests/integration/scripts/drop_in.py OUTPUT_DIR
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -234,6 +235,33 @@ def gan(batch: int, seed: int = 0) -> dict[str, np.ndarray]:
     return result | {f"log/{name}": np.array(values) for name, values in history.history.items()}
 
 
+def resumed(directory: pathlib.Path, stop: int) -> dict[str, np.ndarray]:
+    """The weights and optimizer variables of four epochs, ended after some of them and started again.
+
+    Args:
+      directory: Of this worker's backups.
+      stop: The epoch at whose end the first start ends.
+    """
+
+    class EndedError(Exception):
+        """Something ended `fit`."""
+
+    def end(epoch: int, logs: Any) -> None:
+        if epoch + 1 == stop:
+            raise EndedError
+
+    x, y = tfpar.shard(*data())
+    for start in range(2):
+        model = dense_model(seed=7 * start)
+        model.compile(tfpar.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", jit_compile=False)
+        callbacks = [tfpar.BroadcastInitialWeights(), keras.callbacks.BackupAndRestore(str(directory))]
+        callbacks += [] if start else [keras.callbacks.LambdaCallback(on_epoch_end=end)]
+        with contextlib.suppress(EndedError):
+            model.fit(x, y, batch_size=BATCH, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+            break
+    return state(model)
+
+
 def state(model: keras.Model) -> dict[str, np.ndarray]:
     result = {f"weight/{index}": value for index, value in enumerate(model.get_weights())}
     return result | {f"slot/{index}": value.numpy() for index, value in enumerate(model.optimizer.variables)}
@@ -303,6 +331,7 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         "other end": lambda: run(callbacks=[tfpar.BroadcastInitialWeights(), stopping], epochs=5),
         "other steps": lambda: run(examples=len(x) - BATCH * rank),
         "other learning rates": lambda: run(callbacks=late, epochs=3),
+        "other first epoch": lambda: run(initial_epoch=rank, epochs=3),
         "a variable is left out": leave_out,
     }
 
@@ -377,6 +406,8 @@ def main() -> None:
     np.savez(directory / f"evaluated-{rank}.npz", **evaluated(BATCH))
     np.savez(directory / f"own_step-{rank}.npz", **own_step())
     np.savez(directory / f"gan-{rank}.npz", **gan(BATCH, seed=rank))
+    for name, stop in (("resumed", 2), ("uninterrupted", 9)):
+        np.savez(directory / f"{name}-{rank}.npz", **resumed(directory / f"backup-{name}-{rank}", stop))
     late = {"eager": late_gradients(rank, lambda step: step), "graph": late_gradients(rank, tf.function)}
     (directory / f"late-{rank}.json").write_text(json.dumps(late))
     refusals = {}
