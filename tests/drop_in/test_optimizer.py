@@ -62,6 +62,16 @@ def test_saved_it_loads_as_the_plain_optimizer_and_goes_on(alone, tmp_path, make
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_variables_that_it_was_not_built_with_are_refused_by_name(alone):
+    sgd = tfpar.DistributedOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="the optimizer must already be built"):
+        sgd.apply([tf.ones(1)])
+    first, second = (keras.Variable([1.0], name=name) for name in ("first", "second"))
+    sgd.apply([tf.ones(1)], [first])
+    with pytest.raises(tfpar.ConfigError, match=r"SGD was built without the variable second: .* Wrap a new one"):
+        sgd.apply([tf.ones(1)], [second])
+
+
 def test_it_works_in_a_loop_of_ones_own(alone):
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
     sgd = tfpar.DistributedOptimizer(keras.optimizers.SGD(1.0))

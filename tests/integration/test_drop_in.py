@@ -151,6 +151,10 @@ def test_the_saved_model_knows_nothing_of_tfpar(directory):
         ("other first epoch", "workers resume at different epochs (worker 0: epoch 1; worker 1: epoch 2)"),
         ("other steps", "(steps x epochs: worker 0: 5 x 1; worker 1: 4 x 1)"),
         ("other learning rates", "Put AverageMetrics before the callbacks that decide"),
+        (
+            "a layer is unfrozen",
+            "SGD was built without the variable sequential/dense/kernel: layers were unfrozen since",
+        ),
         ("a variable is left out", "apply was called without the variable a, and exchange='int8' keeps a residual"),
     ],
 )

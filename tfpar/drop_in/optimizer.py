@@ -205,9 +205,12 @@ class Distribution:
           gradients: Tensors, IndexedSlices or None, one per variable.
           variables: All or some of those that the optimizer was built with.
           optimizer: The one that will apply them.
+
+        Raises:
+          ConfigError: The optimizer was not built with one of the variables; or see `start`.
         """
         self._refuse()
-        indices = [variable_index(optimizer, variable) for variable in variables]
+        indices = _indices(optimizer, variables)
         given = {index: one for index, one in zip(indices, gradients, strict=True) if one is not None}
         accumulates = bool(optimizer.gradient_accumulation_steps)  # then rows become tensors before the exchange
         sparse = {index for index, one in given.items() if isinstance(one, tf.IndexedSlices) and not accumulates}
@@ -238,7 +241,7 @@ class Distribution:
         Raises:
           ConfigError: See `_refuse_lone`.
         """
-        indices = [variable_index(optimizer, variable) for variable in variables]
+        indices = _indices(optimizer, variables)
         by_variable: list[Any] = [None] * len(self._variables)
         for index, gradient in zip(indices, gradients, strict=True):
             by_variable[index] = gradient
@@ -358,6 +361,26 @@ class Distribution:
             tf.ensure_shape(mean, spec.shape)
             for mean, spec in zip(map(tf.convert_to_tensor, means), self._specs, strict=True)
         ]
+
+
+def _indices(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[int]:
+    """The places of variables among those that the optimizer was built with, which the exchange has.
+
+    Raises:
+      ConfigError: The optimizer was built without one of them.
+    """
+    indices = []
+    for variable in variables:
+        try:
+            indices.append(variable_index(optimizer, variable))
+        except KeyError:
+            name = optimizer.__class__.__name__
+            raise ConfigError(
+                f"tfpar.DistributedOptimizer: this {name} was built without the variable {path_of(variable)}: layers "
+                f"were unfrozen since, or it has trained another model. Wrap a new one, tfpar.DistributedOptimizer("
+                f"{name}(...)), and compile the model with it."
+            ) from None
+    return indices
 
 
 def xla_error() -> ConfigError:

@@ -75,15 +75,17 @@ class ExchangedUpdate(OptimizerView):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchanges gradients, then applies their means."""
-        variables = self._ready(trainable_variables)
+        variables = self._ready(grads, trainable_variables)
         grads = self._tfpar_exchange.completed(grads, variables, self)
         if not self.gradient_accumulation_steps:
             grads = self._tfpar_exchange.mean(grads, variables, self)
         super().apply(grads, variables)
 
-    def _ready(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
+    def _ready(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
         """The variables to update; builds the optimizer if it is not."""
         if trainable_variables is None:
+            if not self.built:
+                super().apply(grads)  # raises Keras' error, which says to build it
             return keras_internals.trainable_variables(self)
         if not self.built:
             with keras.name_scope(self.name, caller=self):
@@ -121,7 +123,7 @@ class ExchangedLossScaleUpdate(ExchangedUpdate):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""
-        variables = self._ready(trainable_variables)
+        variables = self._ready(grads, trainable_variables)
         scale = tf.convert_to_tensor(self.dynamic_scale)
         grads = self._tfpar_exchange.completed(grads, variables, self)
         grads = [None if gradient is None else _unscaled(gradient, scale) for gradient in grads]

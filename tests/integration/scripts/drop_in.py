@@ -333,7 +333,17 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         "other learning rates": lambda: run(callbacks=late, epochs=3),
         "other first epoch": lambda: run(initial_epoch=rank, epochs=3),
         "a variable is left out": leave_out,
+        "a layer is unfrozen": unfreeze,
     }
+
+
+def unfreeze() -> None:
+    model, sgd = dense_model(), tfpar.DistributedOptimizer(keras.optimizers.SGD())
+    x, y = tfpar.shard(*data())
+    for trainable in (False, True):
+        model.layers[0].trainable = trainable
+        model.compile(sgd, "mse", jit_compile=False)
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[tfpar.BroadcastInitialWeights()])
 
 
 def lone_gradients(rank: int) -> dict[str, np.ndarray]:
