@@ -76,6 +76,14 @@ def test_an_unknown_exchange_is_refused_without_a_cluster_too():
         tfpar.DistributedOptimizer(keras.optimizers.Adam(), exchange="int5")
 
 
+def test_rows_of_float64_are_summed_as_such():
+    values = np.array([[1.0], [1e-12]])
+    weight = keras.Variable(np.zeros((3, 1)), dtype="float64")
+    optimizer = tfpar.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.IndexedSlices(values, [2, 2], [3, 1])], [weight])
+    assert weight.numpy()[2, 0] == -values.sum()
+
+
 # Setting up
 
 

@@ -150,5 +150,7 @@ def _with_summed_rows(gradient: Any) -> Any:
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         return tf.convert_to_tensor(gradient)
     indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, tf.float32), places, tf.shape(indices)[0])
-    return tf.IndexedSlices(tf.cast(values, gradient.values.dtype), indices, gradient.dense_shape)
+    dtype = gradient.values.dtype
+    summed = tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype  # sums of halves would round in every step
+    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, summed), places, tf.shape(indices)[0])
+    return tf.IndexedSlices(tf.cast(values, dtype), indices, gradient.dense_shape)
