@@ -76,6 +76,11 @@ def test_an_unknown_exchange_is_refused_without_a_cluster_too():
         tfpar.DistributedOptimizer(keras.optimizers.Adam(), exchange="int5")
 
 
+def test_an_unknown_transport_is_refused_without_a_cluster_too():
+    with pytest.raises(tfpar.ConfigError, match=r"--transport='?glo'?"):
+        tfpar.init_cluster(transport="glo")
+
+
 def test_rows_of_float64_are_summed_as_such():
     values = np.array([[1.0], [1e-12]])
     weight = keras.Variable(np.zeros((3, 1)), dtype="float64")

@@ -37,6 +37,7 @@ def init_cluster(*, transport: str = "auto") -> None:
     """
     global _workers
     install_exit_code_hook()
+    options = StrategyConfig(strategy="multi_worker", devices=1, transport=transport)  # refuses an unknown one
     info = cluster.current()
     if info.num_ps or info.worker_rank < 0:
         raise ConfigError(
@@ -47,7 +48,7 @@ def init_cluster(*, transport: str = "auto") -> None:
         raise under_strategy("tfpar.init_cluster()")
     if info.num_workers == 1 or _workers is not None:
         return
-    topology = choose_topology(StrategyConfig(strategy="multi_worker", devices=1, transport=transport), info)
+    topology = choose_topology(options, info)
     try:
         runtime = strategies.build(topology)
     except strategies.TooLateError as error:
