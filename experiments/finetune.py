@@ -59,7 +59,7 @@ def check(preset: str) -> None:
     """Refuses, before anything is read, a preset that is not there."""
     path = pathlib.Path(preset)
     if preset.endswith(".keras"):
-        tfpar.check_model_file(preset)
+        tfpar.check_model_file(preset, flag="--preset")
     elif preset and not (path / "config.json").is_file():
         raise ConfigError(
             f"--preset={preset} is neither a .keras file nor a directory with a keras-hub preset (config.json). Save "
@@ -78,9 +78,10 @@ def backbone_of(preset: str, config: tfpar.ExperimentConfig, spec: tfpar.models.
             raise ConfigError(f"--preset={preset} needs keras-hub: pip install 'tfpar[hub]'.") from error
         weights = any(pathlib.Path(preset).glob("*.weights.*"))
         return keras_hub.models.Backbone.from_preset(preset, load_weights=weights)
-    whole = (
-        tfpar.load_model(preset) if preset else tfpar.models.build(config.model.model, spec, **config.model.arguments())
-    )
+    if preset:
+        whole = tfpar.load_model(preset, flag="--preset")
+    else:
+        whole = tfpar.models.build(config.model.model, spec, **config.model.arguments())
     last = [layer for layer in whole.layers if layer.weights][-1]
     return keras.Model(whole.input, last.input, name="backbone")
 

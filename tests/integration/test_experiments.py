@@ -302,6 +302,7 @@ def test_fine_tuning_of_a_model_by_name_and_what_is_refused(tmp_path):
     for flags, said in [
         ([f"--preset={tmp_path}/large.keras"], "the model takes inputs of shape (32, 32, 3), the data have (8, 8, 1)."),
         (["--preset=nowhere"], "error: --preset=nowhere is neither a .keras file nor a directory"),
+        (["--preset=nowhere.keras"], "error: --preset=nowhere.keras"),
         (
             ["--preset=nowhere", "--model_args=dropout=0.5"],
             "error: --model_args builds a model, and --preset names one",
