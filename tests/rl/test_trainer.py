@@ -205,6 +205,8 @@ def test_an_own_network_in_mixed_precision_learns_values_in_float32(priority):
         ({"environments": 7, "strategy": "mirrored", "devices": 2}, r"--environments=7 is not divisible by the 2"),
         ({"accumulate_steps": 5}, r"--accumulate_steps=5 does not divide the 32 transitions"),
         ({"shard": "optimizer"}, r"--shard=optimizer does not work with"),
+        ({"offload": "optimizer"}, r"--offload=optimizer does not work with .* Use --offload=none"),
+        ({"jit_segments": "auto"}, r"--jit_segments=auto does not work with .* Use --jit_segments=1"),
         ({"local_steps": 5}, r"--local_steps=5 does not work with"),
         ({"schedule": "plateau"}, r"--schedule=plateau watches .* Use --schedule=constant or cosine"),
         ({"augment": "flip"}, r"--augment=flip has no effect on reinforcement learning, .* Leave it out"),

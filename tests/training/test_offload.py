@@ -97,6 +97,7 @@ def test_blocks_have_the_state_of_their_weights():
         ({"strategy": "mirrored", "mesh": "pipeline:2"}, "does not work yet with --mesh=pipeline:2"),
         ({"shard": "optimizer"}, "does not work yet with --shard=optimizer"),
         ({"local_steps": 2}, "does not work yet with --local_steps=2"),
+        ({"outer_optimizer": "sgd"}, "does not work yet with --outer_optimizer=sgd"),
     ],
 )
 def test_what_does_not_work_is_refused(options, message):

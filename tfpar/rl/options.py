@@ -120,8 +120,13 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
         raise ConfigError(
             "--mesh: a policy must fit on one device. Leave --mesh out; --devices=N splits the environments."
         )
-    if config.train.shard != "none":
-        raise ConfigError(f"--shard={config.train.shard} does not work with reinforcement learning. Use --shard=none.")
+    for name, value, idle in (
+        ("shard", config.train.shard, "none"),
+        ("offload", config.train.offload, "none"),
+        ("jit_segments", config.train.written_segments, 1),
+    ):
+        if value != idle:
+            raise ConfigError(f"--{name}={value} does not work with reinforcement learning. Use --{name}={idle}.")
     if config.outer.uses_rounds:
         raise ConfigError(
             f"--local_steps={config.outer.local_steps} does not work with reinforcement learning, whose workers "

@@ -293,6 +293,8 @@ def test_clients_of_a_model_with_several_outputs_are_evaluated_by_its_first_metr
         ({"partition": "by_class:nan"}, r"--partition='by_class:nan' is none of"),
         ({"schedule": "plateau"}, r"--schedule=plateau needs evaluations, and there are no validation examples"),
         ({"accumulate_steps": 2}, r"--accumulate_steps=2 does not work with federated averaging"),
+        ({"offload": "optimizer"}, r"--offload=optimizer does not work with federated averaging"),
+        ({"jit_segments": "auto"}, r"--jit_segments=auto does not work with federated averaging"),
         ({"global_batch_size": 32}, r"--global_batch_size=32 does not .* in steps of --client_batch examples\. Leave"),
         ({"clients": 300, "partition": "iid"}, r"--clients=300: 70 of the clients would have no example"),
     ],

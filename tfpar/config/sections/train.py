@@ -160,6 +160,11 @@ class TrainConfig(ConfigBase):
         check_pattern("--trainable", self.trainable, "Write e.g. --trainable=head, or all.")
         self.adapters()
 
+    @property
+    def written_segments(self) -> int | str:
+        """`jit_segments`, as it is written."""
+        return "auto" if self.jit_segments == AUTO_SEGMENTS else self.jit_segments
+
     def adapters(self) -> tuple[int, str]:
         """The rank in `lora` (0: no adapters) and its expression (empty: the layers are chosen by the kind of
         model)."""

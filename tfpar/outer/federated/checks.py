@@ -65,6 +65,8 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
     for name, value, idle in (
         ("mesh", config.strategy.mesh if topology.mesh.devices_of_replica > 1 else "", ""),
         ("shard", config.train.shard, "none"),
+        ("offload", config.train.offload, "none"),
+        ("jit_segments", config.train.written_segments, 1),
         ("local_steps", config.outer.local_steps, 1),
         ("round_seconds", config.outer.round_seconds, 0.0),
         ("outer_optimizer", config.outer.outer_optimizer, "auto"),

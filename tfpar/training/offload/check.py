@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.parallel.topology import Topology
 
 
@@ -28,10 +27,11 @@ def check_offload(config: ExperimentConfig, topology: Topology) -> None:
         )
     for name, value, idle in (
         ("shard", train.shard, "none"),
-        ("jit_segments", "auto" if train.jit_segments == AUTO_SEGMENTS else train.jit_segments, 1),
+        ("jit_segments", train.written_segments, 1),
         ("ema", config.optimizer.ema, 0.0),
         ("local_steps", config.outer.local_steps, 1),
         ("round_seconds", config.outer.round_seconds, 0.0),
+        ("outer_optimizer", config.outer.outer_optimizer, "auto"),
     ):
         if value != idle:
             raise ConfigError(f"{flag} does not work yet with --{name}={value}. Leave one of them out.")
