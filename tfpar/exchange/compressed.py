@@ -112,10 +112,7 @@ class CompressedReducer(Reducer):
         prevented = self.sparse or self._warmup_steps or not self._spec.options.sends_only_gradient
         return self._indices[-1] if self._overlap and len(self._indices) > 1 and not prevented else []
 
-    @property
-    def plan_table(self) -> str:
-        """The measurements and choices of `auto`, as text."""
-        return self._plan_table
+    plan_table = property(lambda self: self._plan_table, doc="The measurements and choices of `auto`, as text.")
 
     def export(self) -> dict[str, np.ndarray]:
         """The count of exchanges; of each bucket, its layout and its state."""

@@ -91,7 +91,7 @@ _DESCRIPTIONS = {
     "round of local steps.",
     "rounds/movement_norm": "L2 norm of the mean of what the workers have moved in the last round.",
     "rounds/update_norm": "L2 norm of the change that the outer optimizer made of it.",
-    "rounds/wire_bytes": "Bytes that each worker sends in the exchange of a round; with a codec, the mean of those so far.",
+    "rounds/wire_bytes": "Bytes that each worker sends in the exchange of a round; with a codec, the mean so far.",
     "clients/taking_part": "Clients that the last round was averaged over.",
     "clients/dropped_out": "Clients that were drawn for the last round and did not answer.",
     "clients/epsilon": "Epsilon of (epsilon, delta)-differential privacy of a client, of all rounds so far.",
