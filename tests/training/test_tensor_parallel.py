@@ -243,8 +243,8 @@ MIXTURES = {"global_batch_size": 15, "eval_batch_size": 15}  # losses that route
 
 
 def test_experts_are_divided_by_hidden_units():
-    """With the numbers of one device, and the bytes that the planner counts: experts are added up before devices are, so
-    a block sums as much as one without experts, and the gradients of the experts' weights for each token."""
+    """With the numbers of one device, and the bytes that the planner counts: experts are added up before devices are,
+    so that a block sums as much as one without experts, and the gradients of the experts' weights for each token."""
     options = {**MIXTURES, "model": "mixtral", "steps": 4}
     trainer = divided.here("mirrored", "model:2", 2, **options)
     assert_as_alone(trainer, **options)
