@@ -181,8 +181,8 @@ void RunningCall::Check() {
 // Returns whether the messages to and from a lost worker are complete. A worker that has ended after its part of the call is
 // not a loss: its messages have arrived, and those to it were sent.
 //
-// When a connection breaks, Gloo 0.5 does not notify the buffer whose message is incomplete (Pair::signalException). After a loss
-// was noticed, no message of its connection is completed any more.
+// When a connection breaks, Gloo 0.5 does not notify the buffer whose message is incomplete (Pair::signalException). Once a loss
+// has been noticed, no message of its connection is completed any more.
 bool RunningCall::Drain(Port& port) {
   for (; port.receives > 0; --port.receives, ++port.early) {
     if (!TakeReceive(*port.buffer)) return false;
