@@ -122,7 +122,6 @@ class Exchange:
           ValueError: `worker` or an index in `sparse` is out of range.
           ConfigError: The exchange does not work for this number of workers.
         """
-        self._micro_batches = micro_batches
         self._shapes = shapes = [tf.TensorShape(variable.shape) for variable in variables]
         check_sparse(sparse, shapes)
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
@@ -131,7 +130,7 @@ class Exchange:
         if group is None:
             group = world_of(strategy, workers, worker, device)
             own_collectives = group.size > 1 and not group.capabilities.ordered
-        self._group = group
+        self._group, self._micro_batches = group, micro_batches
         if per_device and strategy:
             self._reducer = reducer_of_places(self._spec, shapes, group, strategy, seed, per_device)
             return

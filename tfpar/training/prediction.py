@@ -64,16 +64,10 @@ class Predictor:
         rows: list[list[np.ndarray]] = []
         structure: Any = None
         batches = pipeline.steps_per_epoch
-        shown = activity(
-            f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
-        )
+        what, timeout = f"predicting {source.info.name}", program.config.strategy.stall_timeout
+        shown = activity(f"{what}, batch", count=lambda: len(rows), total=batches, shown=program.reports)
         agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "predict()")
-        watchdog = Watchdog(
-            program.config.strategy.stall_timeout,
-            f"worker {topology.worker}",
-            first=f"predicting {source.info.name}",
-            count=lambda: len(rows),
-        )
+        watchdog = Watchdog(timeout, f"worker {topology.worker}", first=what, count=lambda: len(rows))
         with watchdog, failure.peer_errors_named(topology.cluster), graphs_released(), program.averages.shown(), shown:
             for step in range(batches):
                 if calls:
