@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-import resource
 
+from tests import own_process
 from tests.checkpoint import small_disk
 from tfpar.monitor import tensorboard
 
@@ -13,6 +13,8 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def points(directory: str) -> dict[str, list[int]]:
@@ -90,28 +92,38 @@ def test_readers_leave_out_the_points_that_a_resumed_run_makes_again(tmp_path):
     assert shown(tmp_path, "eval") == [2]
 
 
-def test_a_start_that_cannot_be_written_voids_the_points_later(tmp_path, monkeypatch):
-    def written(after: int, *steps: int) -> tensorboard.EventFiles:
-        events = tensorboard.EventFiles(str(tmp_path / "run"), {})
-        events.begin(after)
-        for step in steps:
-            events.scalars("train", step, {"loss": 1.0})
-        events.flush()
-        return events
+RESUMED = """
+import resource, sys
+import tensorflow as tf
+from tfpar.monitor import tensorboard
 
-    written(0, 1, 2, 3).close()
+run, size = sys.argv[1], int(sys.argv[2])
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+events = tensorboard.EventFiles(run, {})
+events.begin(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+events.scalars("train", 2, {"loss": 1.0})
+events.flush()
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print(*events.failures)
+events._retry_at = 0.0
+events.scalars("train", 3, {"loss": 1.0})
+events.close()
+"""
+
+
+def test_a_start_that_cannot_be_written_voids_the_points_later(tmp_path):
+    """In a process of its own, whose files may have the size of one without events for a while."""
+    events = tensorboard.EventFiles(str(tmp_path / "run"), {})
+    events.begin(0)
+    for step in (1, 2, 3):
+        events.scalars("train", step, {"loss": 1.0})
+    events.close()
     tf.summary.create_file_writer(str(tmp_path / "empty")).close()
     (empty,) = (tmp_path / "empty").iterdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (empty.stat().st_size, hard))  # room for a file, and for no event in it
-    try:
-        events = written(1, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert events.failures == ["TensorBoard events: File too large"]
-    monkeypatch.setattr(events, "_retry_at", 0.0)
-    events.scalars("train", 3, {"loss": 1.0})
-    events.close()
+    arguments = str(tmp_path / "run"), str(empty.stat().st_size)
+    printed = own_process.printed(tmp_path, RESUMED, *arguments, PYTHONPATH=str(ROOT))
+    assert printed.splitlines()[-1] == "TensorBoard events: File too large"
     assert shown(tmp_path / "run", "train") == [1, 3]
 
 
