@@ -7,7 +7,9 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
 import sys
+from typing import Any
 
 from tests import nursery
 from tfpar.cluster import ClusterInfo, failure
@@ -255,21 +257,26 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
     assert "Traceback" in done.stderr
 
 
+def classify(config: dict[str, Any], *flags: str) -> subprocess.CompletedProcess:
+    """Runs the image classifier as a task of a cluster."""
+    return nursery.run(
+        [sys.executable, "experiments/image_classification.py", "--steps=2", *flags],
+        cwd=ROOT,
+        env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.mark.cluster
 def test_a_port_that_tensorflow_cannot_open_is_named_and_no_lost_worker():
     """With exit code 75, a scheduler would start again for ever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = {"cluster": {"worker": [f"127.0.0.1:{port}"]}, "task": {"type": "worker", "index": 0}}
-        done = nursery.run(
-            [sys.executable, "experiments/image_classification.py", "--steps=2", "--strategy=multi_worker"],
-            cwd=ROOT,
-            env={**os.environ, "TF_CONFIG": json.dumps(config)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = classify(config, "--strategy=multi_worker")
     said = (
         f"error: worker 0 (127.0.0.1:{port}) cannot listen on port {port} of its machine: Could not start gRPC server."
     )
@@ -281,15 +288,7 @@ def test_a_port_that_tensorflow_cannot_open_is_named_and_no_lost_worker():
 def test_who_does_not_come_is_named(rank):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-    done = nursery.run(
-        [sys.executable, "experiments/image_classification.py", "--steps=2", "--start_timeout=3"],
-        cwd=ROOT,
-        env={**os.environ, "TF_CONFIG": json.dumps(config)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = classify(config, "--start_timeout=3")
     absent = f"worker {1 - rank} ({addresses[1 - rank]})"
     assert done.returncode == PEER_LOST, done.stderr
     assert f"error: {absent} did not join within 3 s (--start_timeout)" in done.stderr

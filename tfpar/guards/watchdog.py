@@ -10,7 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from tfpar.config import ExperimentConfig
+from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import PEER_LOST, exit_immediately
 
 _log = logging.getLogger(__name__)
@@ -47,6 +50,12 @@ class Watchdog:
         self._first, self._count = first, count
         self._due = ("", 0.0, 0.0)  # the current work, its start and its time limit: replaced together
         self._done = threading.Event()
+
+    @classmethod
+    def of_run(cls, config: ExperimentConfig, topology: Topology, **how: Any) -> Watchdog:
+        """The watchdog of this process of a run; `how` as for `Watchdog`."""
+        name = f"worker {topology.worker}" if topology.synchronous else "the chief"
+        return cls(config.strategy.stall_timeout, name, **how)
 
     def __enter__(self) -> Watchdog:
         self.progress(self._first, patient=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -81,6 +82,7 @@ class FirstImport(importlib.abc.MetaPathFinder):
         self._name = name
         self._asks = False
 
+    @abc.abstractmethod
     def execute(self, load: Callable[[Any], object], module: Any) -> None:
         """Imports the module.
 
@@ -88,7 +90,6 @@ class FirstImport(importlib.abc.MetaPathFinder):
           load: What executes a module.
           module: The module, which is empty yet.
         """
-        raise NotImplementedError
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """The other finders' answer, with a loader that calls `execute`; None for any other module."""

@@ -97,14 +97,14 @@ class Evaluator:
         evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
         examples_done = functools.partial(evaluation.examples_done, program.config.eval_batch_size)
         names = program.batch_readers.distorted_metrics(pipeline)
-        timeout, activity_name = program.config.strategy.stall_timeout, f"evaluating {source.info.name}"
+        what = f"evaluating {source.info.name}"
         with (
-            Watchdog(timeout, f"worker {topology.worker}", first=activity_name, count=examples_done),
+            Watchdog.of_run(program.config, topology, first=what, count=examples_done),
             failure.peer_errors_named(topology.cluster),
             graphs_released(),
             program.averages.shown(),
             named(source, read),
-            activity(activity_name, count=examples_done, total=total, shown=program.reports),
+            activity(what, count=examples_done, total=total, shown=program.reports),
         ):
             iterator = iter(elements)
             keep_tensors_on_heaps()

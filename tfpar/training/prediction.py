@@ -64,10 +64,10 @@ class Predictor:
         rows: list[list[np.ndarray]] = []
         structure: Any = None
         batches = pipeline.steps_per_epoch
-        what, timeout = f"predicting {source.info.name}", program.config.strategy.stall_timeout
+        what = f"predicting {source.info.name}"
         shown = activity(f"{what}, batch", count=lambda: len(rows), total=batches, shown=program.reports)
         agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "predict()")
-        watchdog = Watchdog(timeout, f"worker {topology.worker}", first=what, count=lambda: len(rows))
+        watchdog = Watchdog.of_run(program.config, topology, first=what, count=lambda: len(rows))
         with watchdog, failure.peer_errors_named(topology.cluster), graphs_released(), program.averages.shown(), shown:
             for step in range(batches):
                 if calls:

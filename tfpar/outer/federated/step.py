@@ -146,6 +146,9 @@ class RoundSidecar(Sidecar):
         """See `Sidecar`. A round without clients, too, is applied."""
         return is_applicable(vector)
 
+    # What is averaged is divided by masses of clients, not by examples.
+    decision = property(lambda self: self.should_apply, doc="See `Sidecar`.")
+
 
 class FederatedStep(TrainStep):
     """A `TrainStep` that is a round.
@@ -157,9 +160,6 @@ class FederatedStep(TrainStep):
       *arguments: As for `TrainStep`, with the server's optimizer and the clients' learning rate schedule.
       **options: As for `TrainStep`; clients clip gradients themselves.
     """
-
-    # What is averaged is divided by masses of clients, not by examples.
-    decision = property(lambda self: self.sidecar.should_apply, doc="See `TrainStep`.")
 
     def __init__(
         self, clients: ClientRound, averaging: Averaging, memory: ClientMemory, *arguments: Any, **options: Any

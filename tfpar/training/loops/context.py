@@ -113,7 +113,7 @@ def prepare(
             message=monitor.message,
         ),
         agreement=agreement,
-        watchdog=_watchdog(config, topology),
+        watchdog=Watchdog.of_run(config, topology),
         preemption=PreemptionFlag(),
         non_finite=_non_finite(program, batches, agreement),
         skipped_examples=skipped_examples,
@@ -142,10 +142,6 @@ def _batches(pipeline: inputs.AnyPipeline, topology: Topology) -> BatchIndex:
     if isinstance(pipeline, inputs.Pipeline) and not topology.synchronous:
         return PushOrder(pipeline, topology.workers)
     return pipeline
-
-
-def _watchdog(config: ExperimentConfig, topology: Topology) -> Watchdog:
-    return Watchdog(config.strategy.stall_timeout, f"worker {topology.worker}" if topology.synchronous else "the chief")
 
 
 def _agreement(topology: Topology) -> WorkerAgreement:
