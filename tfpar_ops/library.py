@@ -26,7 +26,7 @@ OPERATIONS = (
     "TfparRecodeResource",
     "TfparNormSquared",
 )
-ABI_VERSION = 3  # TFPAR_ABI_VERSION of core/codec.h
+ABI_VERSION = 4  # TFPAR_ABI_VERSION of core/codec.h
 CHOICES = ("native", "reference")
 CPU_TARGETS = ("baseline", "x86-64-v3", "x86-64-v4")  # of core/codec.h
 # C functions that this package calls: result and arguments.

@@ -34,6 +34,7 @@ def encode(
     shards: int = 1,
     shard_elements: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: bool = True,
 ) -> Encoded:
     """Encodes tensors, seen as one vector, plus the residual.
 
@@ -49,6 +50,7 @@ def encode(
       shard_elements: S, a multiple of the block size if there are several shards; by default L for one shard, else
         L / shards rounded up to whole blocks.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
 
     Returns:
       Payloads int32 [shards, codec.payload_bytes(S) / 4], new residual float32 [L] (None without one), and the squared
@@ -64,7 +66,7 @@ def encode(
         return reference.encode(
             tensors, residual, codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
         )
-    tensors, attributes = _encoding(tensors, codec, shards, shard_elements)
+    tensors, attributes = _encoding(tensors, codec, shards, shard_elements, measures_norms)
     residual = arguments.residual_tensor(residual, arguments.elements_of(tensors))
     payload, new_residual, norms = operations.tfpar_encode(
         tensors=tensors,
@@ -83,6 +85,7 @@ def encode_into(
     shards: int = 1,
     shard_elements: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: bool = True,
 ) -> Encoded:
     """As `encode`, with the residual in a variable that is updated in place: no second buffer, no copy.
 
@@ -94,6 +97,7 @@ def encode_into(
       shards: Number of payloads.
       shard_elements: Elements of a shard.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
 
     Returns:
       Payloads and squared norms as from `encode`; `residual` is None, the variable has it.
@@ -107,7 +111,7 @@ def encode_into(
         return reference.encode_into(
             residual, tensors, codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
         )
-    tensors, attributes = _encoding(tensors, codec, shards, shard_elements)
+    tensors, attributes = _encoding(tensors, codec, shards, shard_elements, measures_norms)
     residual = arguments.residual_variable(residual, arguments.elements_of(tensors), "encode")
     payload, norms = operations.tfpar_encode_resource(
         tensors=tensors, residual=residual.handle, seed_step=_seed_step(codec, seed_step), **attributes
@@ -203,6 +207,7 @@ def recode(
     begin: int | tf.Tensor = 0,
     valid: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: bool = True,
 ) -> Encoded:
     """Decodes and sums payloads, multiplies, adds the owner's residual and encodes again, in one pass.
 
@@ -216,6 +221,7 @@ def recode(
         block size. Integer or integer scalar tensor.
       valid: Elements that exist; [valid, elements) is padding. By default all.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
 
     Returns:
       Payload int32 [1, words], new residual float32 [valid] (None without one), and the squared L2 norms of the scaled
@@ -231,7 +237,7 @@ def recode(
         return reference.recode(
             payloads, residual, codec, elements, factor=factor, begin=begin, valid=valid, seed_step=seed_step
         )
-    inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step)
+    inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step, measures_norms)
     residual = arguments.residual_tensor(residual, inputs["valid"])
     payload, new_residual, norms = operations.tfpar_recode(
         residual=tf.zeros([0]) if residual is None else residual, **inputs
@@ -249,6 +255,7 @@ def recode_into(
     begin: int | tf.Tensor = 0,
     valid: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: bool = True,
 ) -> Encoded:
     """As `recode`, with the residual in a variable that is updated in place: no second buffer, no copy.
 
@@ -262,6 +269,7 @@ def recode_into(
       begin: Position of the first element in the whole vector.
       valid: Elements that exist.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
 
     Returns:
       Payload and squared norms as from `recode`; `residual` is None, the variable has it.
@@ -276,7 +284,7 @@ def recode_into(
         return reference.recode_into(
             residual, payloads, codec, elements, factor=factor, begin=begin, valid=valid, seed_step=seed_step
         )
-    inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step)
+    inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step, measures_norms)
     residual = arguments.residual_variable(residual, inputs["valid"], "recode")
     payload, norms = operations.tfpar_recode_resource(residual=residual.handle, **inputs)
     return Encoded(payload, None, norms)
@@ -321,14 +329,15 @@ def _seed_step(codec: Codec, seed_step: tf.Tensor | None) -> tf.Tensor:
 
 
 def _encoding(
-    tensors: Sequence[tf.Tensor], codec: Codec, shards: int, shard_elements: int | None
+    tensors: Sequence[tf.Tensor], codec: Codec, shards: int, shard_elements: int | None, measures_norms: bool
 ) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Tensors, at least one, and attributes of an operation that encodes them."""
     arguments.check_codec(codec)
     tensors = arguments.float_tensors(tensors)
     size = arguments.shard_size(codec, arguments.elements_of(tensors), shards, shard_elements)
     # An attribute of 0 stands for the default, which gives shards of no elements where there are none.
-    return tensors or [tf.zeros([0])], {**_attributes(codec), "shards": int(shards), "shard_elements": size}
+    attributes = {"shards": int(shards), "shard_elements": size, "measures_norms": measures_norms}
+    return tensors or [tf.zeros([0])], {**_attributes(codec), **attributes}
 
 
 def _recoding(
@@ -339,6 +348,7 @@ def _recoding(
     begin: int | tf.Tensor,
     valid: int | None,
     seed_step: tf.Tensor | None,
+    measures_norms: bool,
 ) -> dict[str, Any]:
     """Inputs and attributes, but for the residual, of an operation that encodes again."""
     arguments.check_codec(codec)
@@ -353,5 +363,6 @@ def _recoding(
         "seed_step": _seed_step(codec, seed_step),
         "elements": elements,
         "valid": valid,
+        "measures_norms": measures_norms,
         **_attributes(codec),
     }

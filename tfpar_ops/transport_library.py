@@ -27,7 +27,7 @@ OPERATIONS = (
     "TfparExchange",
     "TfparExchangeResource",
 )
-ABI_VERSION = 4  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
+ABI_VERSION = 5  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
 _TEXTS = ctypes.POINTER(ctypes.c_char_p)
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 _MESSAGE_BYTES = 1024

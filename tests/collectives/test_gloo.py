@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tests.collectives.one_member import group_of_one
 from tfpar.collectives.gloo import PipelinedGlooGroup
-from tfpar_ops.transport_library import transport_library, why_unusable
+from tfpar_ops.transport_library import why_unusable
 
 import pytest
 import tensorflow as tf
@@ -16,11 +17,8 @@ pytestmark = pytest.mark.skipif(bool(why_unusable()), reason="the transport over
 
 @pytest.fixture
 def group() -> Iterator[PipelinedGlooGroup]:
-    library = transport_library()
-    mesh = library.listen(0, ["this worker"], "127.0.0.1", "token", 10.0)
-    library.connect(mesh, [library.address(mesh)])
-    yield PipelinedGlooGroup(members=(0,), rank=0, mesh=mesh, workers=(0,))
-    library.close(mesh)
+    with group_of_one() as group:
+        yield group
 
 
 def test_a_call_that_is_cancelled_before_it_begins_ends_those_after_it(group):

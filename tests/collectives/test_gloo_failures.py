@@ -71,7 +71,14 @@ def exchange(meshes: list[int], rank: int, *, owned: int) -> Callable[[], object
     place = {"mesh": meshes[rank], "place": rank, **GROUP}
     operations = transport_library().operations
     return lambda: operations.tfpar_exchange_resource(
-        [tf.ones([ELEMENTS])], worker.handle, owner.handle, seed_steps=seeds, instance=1, **codec, **place
+        [tf.ones([ELEMENTS])],
+        worker.handle,
+        owner.handle,
+        seed_steps=seeds,
+        measures_norms=True,
+        instance=1,
+        **codec,
+        **place,
     )
 
 

@@ -128,13 +128,15 @@ class PipelinedGlooGroup(GlooGroup):
         codec: Codec,
         residuals: Sequence[tf.Tensor] | Sequence[tf.Variable],
         seed_steps: tf.Tensor,
+        measures_norms: tf.Tensor,
         instance: int,
     ) -> Exchanged:
         """See `Pipelined.exchange`."""
         operations = transport_library().operations
         attributes = {name: getattr(codec, name) for name in ("kind", "block", "keep", "scale", "rounding")}
         group = {"mesh": self.mesh, "group": self.key, "members": self.workers, "place": self.rank}
-        common = {"seed_steps": seed_steps, "instance": instance, **attributes, **group}
+        inputs = {"seed_steps": seed_steps, "measures_norms": measures_norms, "instance": instance}
+        common = {**inputs, **attributes, **group}
         with tf.device("/device:CPU:0"):
             if isinstance(residuals[0], tf.Variable):
                 worker, owner = (residual.handle for residual in residuals)

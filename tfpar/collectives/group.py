@@ -140,7 +140,8 @@ class Exchanged(NamedTuple):
     Attributes:
       sums: Float32, in the shapes of the tensors; the same bits on all members.
       residuals: The new residuals; None if they are variables, which are updated in place.
-      norms: Squared L2 norms of the tensors and of the worker's new residual, float32 [2].
+      norms: Squared L2 norms of the tensors and of the worker's new residual, float32 [2]; NaN if they are not
+        measured.
     """
 
     sums: list[tf.Tensor]
@@ -158,6 +159,7 @@ class Pipelined(Protocol):
         codec: Codec,
         residuals: Sequence[tf.Tensor] | Sequence[tf.Variable],
         seed_steps: tf.Tensor,
+        measures_norms: tf.Tensor,
         instance: int,
     ) -> Exchanged:
         """Sums tensors over the members in one operation, which encodes, sends, sums and decodes in chunks.
@@ -172,6 +174,7 @@ class Pipelined(Protocol):
           residuals: The worker's residual, [L], and the residual of this member's shard, with as many elements as
             exist in it. Variables are changed in place; tensors without elements mean no residuals.
           seed_steps: int64 [2, 2], seed and step of stochastic rounding: of the worker's payloads, and of the sums.
+          measures_norms: Bool scalar; if false, the norms are NaN, and take no time.
           instance: Instance key.
         """
 

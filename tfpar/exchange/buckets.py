@@ -20,6 +20,7 @@ import tensorflow as tf
 DENSE_BUCKET_BYTES = 32 << 20
 COMPRESSED_BUCKET_BYTES = 16 << 20
 
+_NORMS_EVERY = 8  # exchanges
 _STREAMS = 1 << 12  # numbers of encodings beside one seed: with its 51 bits, they take those of an int64
 
 # Names of the state that holds gradients not yet applied: the residual of a worker for its own gradient, float32 [L];
@@ -114,7 +115,7 @@ class Bucket(Protocol):
 
         Returns:
           The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,
-          float32 [2].
+          float32 [2]; NaN where they would take time and `measures_norms` is false.
         """
 
     def wire_bytes(self) -> WireBytes:
@@ -185,6 +186,15 @@ def given_away(tensors: list[tf.Tensor], kept: tf.Tensor | None) -> tuple[list[t
     )
     with tf.control_dependencies(vectors):  # by then, nothing else holds a tensor that is not kept
         return [tf.identity(tensor) for tensor in tensors], vectors
+
+
+def measures_norms(step: tf.Tensor) -> tf.Tensor:
+    """Whether the norms of an exchange are measured: of every eighth, as they take up to half the time of encoding.
+
+    Args:
+      step: Int64 scalar, different for every exchange.
+    """
+    return tf.equal(step % _NORMS_EVERY, 0)
 
 
 def rounding_seed(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tensor | None:

@@ -83,7 +83,7 @@ class CompressedReducer(Reducer):
         )
         with tf.device(device):
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
-            # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
+            # Squared L2 norms of gradients and residuals when they were last measured, and a cosine.
             self._observed = tf.Variable(
                 [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
             )
@@ -342,7 +342,7 @@ class CompressedReducer(Reducer):
     def _observe(
         self, compared: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, compares: tf.Tensor | None
     ) -> None:
-        """Stores the norms and, in some steps, the cosine between the sums and the dense ones."""
+        """Stores norms that were measured and, in some steps, the cosine between the sums and the dense ones."""
         observed = local_copy(self._observed)
 
         def cosine() -> tf.Tensor:
@@ -351,9 +351,9 @@ class CompressedReducer(Reducer):
             squares = [2.0 * tf.add_n([tf.nn.l2_loss(part) for part in parts]) for parts in (dense, sums)]
             return inner / tf.sqrt(squares[0] * squares[1])
 
-        latest = observed.read_value()[2]
-        if compares is not None:
-            latest = tf.cond(compares, cosine, lambda: latest)
+        old = observed.read_value()
+        latest = old[2] if compares is None else tf.cond(compares, cosine, lambda: old[2])
+        norms = tf.where(tf.math.is_nan(norms), old[:2], norms)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 
     def _choose(self, measured: Any = None) -> TuningResult:

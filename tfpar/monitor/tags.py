@@ -85,7 +85,7 @@ _DESCRIPTIONS = {
     "training/skipped_examples": "Training examples left out so far.",
     "training/final_loss": "Mean training loss of the last epoch, as in summary.json.",
     "worker_exchange/residual_over_gradient": "Norm of the residual, which error feedback adds to the next "
-    "exchange, relative to the norm of the gradient.",
+    "exchange, relative to the norm of the gradient; of the last exchange that measured it, every eighth.",
     "worker_exchange/cosine_to_dense": "Cosine between the exchanged gradient and the exact mean: 1 is no error.",
     "rounds/worker_drift": "Root mean square of the workers' distances from their mean, L2, at the end of the last "
     "round of local steps.",

@@ -22,7 +22,7 @@ extern "C" {
 
 // The version of the interface between the library and its callers. Raise it with every change of these functions, of
 // their results, or of the operations. tfpar_ops/library.py has the same number and rejects a library with another one.
-#define TFPAR_ABI_VERSION 3
+#define TFPAR_ABI_VERSION 4
 int32_t tfpar_abi_version(void);
 
 typedef struct tfpar_codec {

@@ -2,13 +2,14 @@
 //
 //   static absl::Status CheckPayloads(const tfpar_codec&, const Payloads&);
 //   static absl::Status Encode(OpKernelContext*, const tfpar_codec&, const InputParts&, const Shards&,
-//                              const Residual&, int32_t* payload, float* norms);
+//                              const Residual&, bool measures_norms, int32_t* payload, float* norms);
 //   static absl::Status Decode(OpKernelContext*, const tfpar_codec&, const Payloads&, const Shards&,
 //                              const float* factor, const OutputParts&);
 //   static absl::Status DecodeSum(OpKernelContext*, const tfpar_codec&, const Payloads&, const float* factor,
 //                                 float* sum);
 //   static absl::Status Recode(OpKernelContext*, const tfpar_codec&, const Payloads&, const float* factor,
-//                              int64_t valid, int64_t begin, const Residual&, int32_t* payload, float* norms);
+//                              int64_t valid, int64_t begin, const Residual&, bool measures_norms, int32_t* payload,
+//                              float* norms);
 //   static absl::Status NormSquared(OpKernelContext*, const InputParts&, float* norm_squared, bool* finite);
 #ifndef TFPAR_OPS_KERNELS_CODEC_KERNELS_H_
 #define TFPAR_OPS_KERNELS_CODEC_KERNELS_H_
@@ -64,6 +65,7 @@ class EncodeOp : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("N", &residual_input_));
     OP_REQUIRES_OK(context, context->GetAttr("shards", &shards_));
     OP_REQUIRES_OK(context, context->GetAttr("shard_elements", &shard_elements_));
+    OP_REQUIRES_OK(context, context->GetAttr("measures_norms", &measures_norms_));
   }
 
   void Compute(OpKernelContext* context) override { OP_REQUIRES_OK(context, Encode(context)); }
@@ -81,7 +83,7 @@ class EncodeOp : public OpKernel {
     TF_RETURN_IF_ERROR(TensorShape::BuildTensorShape({shards.count, shards.words}, &shape));
     TF_RETURN_IF_ERROR(context->allocate_output("payload", shape, &payload));
     return WithResidual<keeper>(context, residual_input_, shards.total, [&](const Residual& residual, float* norms) {
-      return Device::Encode(context, codec, parts, shards, residual, payload->flat<int32_t>().data(), norms);
+      return Device::Encode(context, codec, parts, shards, residual, measures_norms_, payload->flat<int32_t>().data(), norms);
     });
   }
 
@@ -89,6 +91,7 @@ class EncodeOp : public OpKernel {
   int residual_input_;  // after the N tensors
   int64_t shards_;
   int64_t shard_elements_;
+  bool measures_norms_;
 };
 
 template <typename Device>
@@ -169,6 +172,7 @@ class RecodeOp : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("valid", &valid_));
     OP_REQUIRES(context, valid_ <= elements_, Invalid("valid=", valid_, " is more than elements=", elements_));
     OP_REQUIRES_OK(context, PayloadWords(codec_, elements_, &words_));
+    OP_REQUIRES_OK(context, context->GetAttr("measures_norms", &measures_norms_));
   }
 
   void Compute(OpKernelContext* context) override { OP_REQUIRES_OK(context, Recode(context)); }
@@ -188,8 +192,8 @@ class RecodeOp : public OpKernel {
     TF_RETURN_IF_ERROR(Device::CheckPayloads(codec, payloads));
     TF_RETURN_IF_ERROR(context->allocate_output("payload", TensorShape({1, words_}), &payload));
     return WithResidual<keeper>(context, 2, valid_, [&](const Residual& residual, float* norms) {
-      return Device::Recode(context, codec, payloads, factor, valid_, begin, residual, payload->flat<int32_t>().data(),
-                            norms);
+      return Device::Recode(context, codec, payloads, factor, valid_, begin, residual, measures_norms_,
+                            payload->flat<int32_t>().data(), norms);
     });
   }
 
@@ -197,6 +201,7 @@ class RecodeOp : public OpKernel {
   int64_t elements_;
   int64_t valid_;
   int64_t words_;
+  bool measures_norms_;
 };
 
 template <typename Device>

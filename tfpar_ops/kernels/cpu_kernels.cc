@@ -128,10 +128,11 @@ struct Cpu {
   }
 
   static absl::Status Encode(OpKernelContext* context, const tfpar_codec& codec, const InputParts& parts,
-                             const Shards& shards, const Residual& residual, int32_t* payload, float* norms) {
+                             const Shards& shards, const Residual& residual, bool measures_norms, int32_t* payload,
+                             float* norms) {
     const Units units(codec, shards.count, shards.elements);
     const tfpar_vector x = parts.vector();
-    Norms sums(units.count());
+    Norms sums(measures_norms ? units.count() : 0);
     for (int64_t i = 0; i < shards.count; ++i) tfpar_write_frame(&codec, shards.elements, payload + i * shards.words);
     ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
       const int64_t shard = units.payload(unit);
@@ -142,8 +143,8 @@ struct Cpu {
       Norms::OfBlocks of_blocks;
       tfpar_encode(&codec, &x, begin, shards.elements, has_residual ? residual.old_values + offset : nullptr,
                    has_residual ? residual.new_values + offset : nullptr, payload + shard * shards.words, first, last,
-                   of_blocks.values);
-      sums.Add(unit, of_blocks, last - first);
+                   measures_norms ? of_blocks.values : nullptr);
+      if (measures_norms) sums.Add(unit, of_blocks, last - first);
     });
     sums.Write(residual.old_values != nullptr, norms);
     return absl::OkStatus();
@@ -200,18 +201,19 @@ struct Cpu {
 
   static absl::Status Recode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
                              const float* factor, int64_t valid, int64_t begin, const Residual& residual,
-                             int32_t* payload, float* norms) {
+                             bool measures_norms, int32_t* payload, float* norms) {
     // Checked before anything is written: if the check fails, a residual that is updated in place must be unchanged.
     TF_RETURN_IF_ERROR(CheckPositions(context, codec, payloads));
     const Units units(codec, 1, payloads.elements);
-    Norms sums(units.count());
+    Norms sums(measures_norms ? units.count() : 0);
     tfpar_write_frame(&codec, payloads.elements, payload);
     ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
       const int64_t first = units.first_block(unit), last = units.last_block(unit);
       Norms::OfBlocks of_blocks;
       tfpar_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(), *factor, valid, begin,
-                   residual.old_values, residual.new_values, payload, first, last, of_blocks.values);
-      sums.Add(unit, of_blocks, last - first);
+                   residual.old_values, residual.new_values, payload, first, last,
+                   measures_norms ? of_blocks.values : nullptr);
+      if (measures_norms) sums.Add(unit, of_blocks, last - first);
     });
     sums.Write(residual.old_values != nullptr, norms);
     return absl::OkStatus();

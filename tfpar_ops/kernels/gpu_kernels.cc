@@ -83,7 +83,8 @@ struct Gpu {
   }
 
   static absl::Status Encode(OpKernelContext* context, const tfpar_codec& codec, const InputParts& parts,
-                             const Shards& shards, const Residual& residual, int32_t* payload, float* norms) {
+                             const Shards& shards, const Residual& residual, bool /*measures_norms: costs little*/,
+                             int32_t* payload, float* norms) {
     void* stream = StreamOf(context);
     const tfpar_vector x = parts.vector();
     Workspace workspace;
@@ -122,7 +123,7 @@ struct Gpu {
 
   static absl::Status Recode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
                              const float* factor, int64_t valid, int64_t begin, const Residual& residual,
-                             int32_t* payload, float* norms) {
+                             bool /*measures_norms*/, int32_t* payload, float* norms) {
     TF_RETURN_IF_ERROR(CheckPeers(payloads));
     void* stream = StreamOf(context);
     Workspace workspace;

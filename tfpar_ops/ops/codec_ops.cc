@@ -196,6 +196,7 @@ REGISTER_OP("TfparEncode")
     .Attr("N: int >= 1")
     .TFPAR_CODEC_ATTRS.Attr("shards: int >= 1 = 1")
     .Attr("shard_elements: int >= 0 = 0")
+    .Attr("measures_norms: bool = true")
     .SetShapeFn(EncodeShape)
     .Doc(R"doc(
 Encodes tensors, seen as one vector of L elements, and returns the rest, which the payload does not hold, as residual.
@@ -205,7 +206,7 @@ residual: [L], added before encoding; [0] for none.
 seed_step: [2], in host memory: key and step of the random numbers for stochastic rounding.
 payload: [shards, words], one payload per shard.
 new_residual: Same shape as `residual`; reuses its buffer where possible.
-norms: [2], the sums of squares of `tensors` and of `new_residual`.
+norms: [2], the sums of squares of `tensors` and of `new_residual`; undefined without `measures_norms`.
 shard_elements: Elements per shard; the last shards are padded. 0 for the fewest whole blocks (one shard: L elements).
 )doc");
 
@@ -220,6 +221,7 @@ REGISTER_OP("TfparEncodeResource")
     .Attr("N: int >= 1")
     .TFPAR_CODEC_ATTRS.Attr("shards: int >= 1 = 1")
     .Attr("shard_elements: int >= 0 = 0")
+    .Attr("measures_norms: bool = true")
     .SetIsStateful()
     .SetShapeFn(EncodeShape)
     .Doc("Like TfparEncode, but the residual is a float32 variable of L elements, which is updated in place.");
@@ -265,6 +267,7 @@ REGISTER_OP("TfparRecode")
     .Output("norms: float")
     .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
     .Attr("valid: int >= 0")
+    .Attr("measures_norms: bool = true")
     .SetShapeFn(RecodeShape)
     .Doc(R"doc(
 Decodes and sums the payloads of peers, adds the residual of the shard's owner and encodes again, in one pass.
@@ -276,7 +279,7 @@ begin: Scalar in host memory: index of the shard's first element in the whole ve
 seed_step: [2], as for TfparEncode.
 payload: [1, words].
 new_residual: Same shape as `residual`; reuses its buffer where possible.
-norms: [2], the sums of squares of the scaled sum and of `new_residual`.
+norms: [2], the sums of squares of the scaled sum and of `new_residual`; undefined without `measures_norms`.
 elements: Number of elements in the shard, padding included.
 valid: Number of elements in the shard that are not padding.
 )doc");
@@ -291,6 +294,7 @@ REGISTER_OP("TfparRecodeResource")
     .Output("norms: float")
     .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
     .Attr("valid: int >= 0")
+    .Attr("measures_norms: bool = true")
     .SetIsStateful()
     .SetShapeFn(RecodeShape)
     .Doc("Like TfparRecode, but the residual is a float32 variable of `valid` elements, which is updated in place.");

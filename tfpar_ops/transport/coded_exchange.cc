@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "tfpar_ops/core/layout.h"
@@ -38,7 +39,7 @@ class RunningCall::Pipeline {
     slot_bytes_ = (tfpar_payload_bytes(&codec_, std::min(chunk_, exchange_.shard)) + 63) / 64 * 64;
     slots_ = static_cast<int>(std::min<int64_t>(kWindow, chunks(0)));
     units_ = (exchange_.shard + kUnitElements - 1) / kUnitElements;
-    partial_norms_.resize(2 * units_ * call_.size());
+    if (exchange_.measures_norms) partial_norms_.resize(2 * units_ * call_.size());
     x_ = {exchange_.inputs.data(), exchange_.offsets.data(), static_cast<int64_t>(exchange_.inputs.size())};
     out_ = {exchange_.outputs.data(), exchange_.offsets.data(), static_cast<int64_t>(exchange_.outputs.size())};
     own_parts_ = Memory();
@@ -70,6 +71,10 @@ class RunningCall::Pipeline {
     for (Peer& peer : peers_) {
       call_.WaitSends(*peer.sent_parts.port);
       call_.WaitSends(*peer.sent_results.port);
+    }
+    if (!exchange_.measures_norms) {
+      exchange_.norms[0] = exchange_.norms[1] = std::numeric_limits<float>::quiet_NaN();
+      return;
     }
     double sums[2] = {0, 0};
     for (size_t i = 0; i < partial_norms_.size(); ++i) sums[i % 2] += partial_norms_[i];
@@ -161,7 +166,9 @@ class RunningCall::Pipeline {
       const int64_t first = first_block(unit), last = last_block(unit, n);
       Norms norms;
       tfpar_encode(&codec_, &x_, begin, n, residual ? residual + begin : nullptr,
-                   residual ? exchange_.new_worker_residual + begin : nullptr, to, first, last, norms.values);
+                   residual ? exchange_.new_worker_residual + begin : nullptr, to, first, last,
+                   exchange_.measures_norms ? norms.values : nullptr);
+      if (!exchange_.measures_norms) return;
       double sums[2] = {0, 0};
       for (int64_t i = 0; i < 2 * (last - first); ++i) sums[i % 2] += norms.values[i];
       const int64_t at = owner * units_ + number * (chunk_ / kUnitElements) + unit;

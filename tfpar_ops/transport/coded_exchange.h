@@ -38,10 +38,12 @@ struct CodedExchange {
   const float* owner_residual = nullptr;
   float* new_owner_residual = nullptr;
 
+  bool measures_norms = true;
+
   int threads = 1;       // number of this worker's exchanges that may compute at the same time
   ForEachUnit for_each;  // null: the thread of the call does all units
 
-  // Results: the squared norms of the input and of the worker's new residual.
+  // Results: the squared norms of the input and of the worker's new residual; NaN if they are not measured.
   float norms[2] = {0, 0};
 };
 

@@ -46,13 +46,15 @@ absl::Status Shapes(InferenceContext* c, bool returns_residuals) {
 #define TFPAR_EXCHANGE_DOC                                                                                              \
   "Encodes tensors, seen as one vector, plus the worker's residual; sums what the members sent in their order; encodes " \
   "the sums plus the owner's residual again, and decodes them on all members: the same bits as TfparEncode, an "         \
-  "all-to-all, TfparRecode, an all-gather and TfparDecode. seed_steps: of the worker's payloads, and of the sums."
+  "all-to-all, TfparRecode, an all-gather and TfparDecode. seed_steps: of the worker's payloads, and of the sums. "      \
+  "measures_norms: if false, the norms are NaN, and take no time."
 
 REGISTER_OP("TfparExchange")
     .Input("tensors: N * float")
     .Input("worker_residual: float")
     .Input("owner_residual: float")
     .Input("seed_steps: int64")
+    .Input("measures_norms: bool")
     .Input("instance: int32")
     .Output("sums: N * float")
     .Output("new_worker_residual: float")
@@ -68,6 +70,7 @@ REGISTER_OP("TfparExchangeResource")
     .Input("worker_residual: resource")
     .Input("owner_residual: resource")
     .Input("seed_steps: int64")
+    .Input("measures_norms: bool")
     .Input("instance: int32")
     .Output("sums: N * float")
     .Output("norms: float")
@@ -132,6 +135,9 @@ class ExchangeKernel : public AsyncOpKernel {
     exchange.codec.seed = static_cast<uint64_t>(seeds(0, 0));
     exchange.codec.step = static_cast<uint64_t>(seeds(0, 1));
     exchange.owner_seed = static_cast<uint64_t>(seeds(1, 0));
+    const Tensor& measures_norms = ctx->input(tensors_ + 3);
+    if (measures_norms.dims() != 0) return Invalid("measures_norms: no scalar");
+    exchange.measures_norms = measures_norms.scalar<bool>()();
     exchange.offsets.push_back(0);
     for (int i = 0; i < tensors_; ++i) {
       Tensor* output = nullptr;

@@ -15,7 +15,7 @@ extern "C" {
 
 // Version of these functions and of the operations; increase it with every change of them.
 // tfpar_ops/transport_library.py has the same number, and loads no library that has another one.
-#define TFPAR_TRANSPORT_ABI_VERSION 4
+#define TFPAR_TRANSPORT_ABI_VERSION 5
 int32_t tfpar_transport_abi_version(void);
 
 // Creates the part of worker `rank` in a mesh of `size` workers, and listens on a port for the others until all are connected.

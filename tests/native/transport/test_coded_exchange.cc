@@ -1,6 +1,7 @@
 // The coded exchange: in chunks it has the bits of whole shards, and it ends if a worker is lost.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -140,6 +141,8 @@ void CheckExchange(const Meshes& meshes, const tfpar_codec& codec, size_t total,
     call.key = 77;
     call.coded = std::make_shared<CodedExchange>(members[rank].Exchange(codec, rank, shard, in_place));
     call.coded->threads = 1 + turn % 2;
+    call.coded->measures_norms = turn % 4 < 2;
+    const std::shared_ptr<CodedExchange> exchange = call.coded;
     call.bytes = total;
     if (turn % 2 == 0) {
       call.coded->for_each = [](int64_t units, const std::function<void(int64_t)>& work) {
@@ -155,6 +158,8 @@ void CheckExchange(const Meshes& meshes, const tfpar_codec& codec, size_t total,
     CHECK(Same(members[rank].Result(in_place), expected), what);
     CHECK(Same(members[rank].worker, whole[rank].worker), what);
     CHECK(Same(members[rank].owner, whole[rank].owner), what);
+    if (turn % 4 >= 2 && total > 0) CHECK(std::isnan(exchange->norms[0]) && std::isnan(exchange->norms[1]), what);
+    if (turn % 4 < 2 && total > 0) CHECK(exchange->norms[0] > 0 && (exchange->norms[1] == 0 || feedback), what);
   });
 }
 

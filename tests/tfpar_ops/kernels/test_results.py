@@ -96,6 +96,17 @@ def test_norms_are_exact_to_float32():
     assert finite
 
 
+def test_without_norms_all_else_has_the_same_bits():
+    made = tfpar_ops.encode(tensors(), residual(), INT4)
+    bare = tfpar_ops.encode(tensors(), residual(), INT4, measures_norms=False)
+    again = tfpar_ops.recode(made.payload, residual(2), INT4, ELEMENTS)
+    bare_again = tfpar_ops.recode(made.payload, residual(2), INT4, ELEMENTS, measures_norms=False)
+    for one, other in ((made, bare), (again, bare_again)):
+        np.testing.assert_array_equal(one.payload, other.payload)
+        np.testing.assert_array_equal(one.residual, other.residual)
+        assert not np.array_equal(one.norms, other.norms)
+
+
 @pytest.mark.parametrize(
     ("value", "norm", "finite"),
     [(np.nan, np.nan, False), (np.inf, np.inf, False), (-np.inf, np.inf, False), (3e38, np.inf, True)],

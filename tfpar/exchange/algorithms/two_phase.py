@@ -6,6 +6,7 @@ L elements in a bucket, W workers, S elements in a shard. Functions run once per
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tfpar_ops
 from tfpar.collectives import cost_model
@@ -87,15 +88,16 @@ class TwoPhase:
         if self._pipelined is not None:
             return self._reduce_pipelined(self._pipelined, tensors, step, pending)
         encoded = self._encode(tensors, step, pending)
+        norms = tf.where(buckets.measures_norms(step), encoded.norms, float("nan"))  # as in one operation
         first, second = self._instances
         if not self._two_phase:
             payloads = self._group.all_gather(encoded.payload, first)
             flat = tfpar_ops.decode_sum(payloads, self.codec, self.elements)
-            return buckets.split(flat, self.shapes), encoded.norms
+            return buckets.split(flat, self.shapes), norms
         rows = self._group.all_to_all(encoded.payload, first)
         payloads = self._group.all_gather(self._recode(rows, step, pending).payload, second)
         sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
-        return sums, encoded.norms
+        return sums, norms
 
     def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker."""
@@ -106,7 +108,7 @@ class TwoPhase:
     def _encode(
         self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None
     ) -> tfpar_ops.Encoded:
-        arguments = {"shards": self._shards, "shard_elements": self.shard_elements}
+        arguments: dict[str, Any] = {"shards": self._shards, "shard_elements": self.shard_elements}
         seed_step = self._rounding_seed(step, phase=0)
         if self.state and pending is None:
             return tfpar_ops.encode_into(self.state["worker"], tensors, self.codec, seed_step=seed_step, **arguments)
@@ -118,7 +120,7 @@ class TwoPhase:
     def _recode(self, rows: tf.Tensor, step: tf.Tensor, pending: PendingAssigns | None) -> tfpar_ops.Encoded:
         begin = self._group.rank * self.shard_elements
         seed_step = self._rounding_seed(step, phase=1)
-        arguments = {"begin": begin, "valid": self._valid, "seed_step": seed_step}
+        arguments = {"begin": begin, "valid": self._valid, "seed_step": seed_step, "measures_norms": False}
         if self.state and pending is None:
             return tfpar_ops.recode_into(self.state["owner"], rows, self.codec, self.shard_elements, **arguments)
         residual = self.state["owner"].read_value() if self.state else None
@@ -142,7 +144,8 @@ class TwoPhase:
         residuals = [self.state[role] for role in buckets.RESIDUALS if self.state]
         if not residuals or pending is not None:
             residuals = [variable.read_value() for variable in residuals] or [tf.zeros([0])] * 2
-        result = group.exchange(tensors, self.codec, residuals, seed_steps, self._instances[0])
+        measures_norms = buckets.measures_norms(step)
+        result = group.exchange(tensors, self.codec, residuals, seed_steps, measures_norms, self._instances[0])
         if result.residuals is not None and self.state:
             for role, residual in zip(buckets.RESIDUALS, result.residuals, strict=True):
                 buckets.assign_or_defer(self.state[role], residual, pending)

@@ -134,6 +134,7 @@ class ShardPhases:
             "shards": self.vector.workers,
             "shard_elements": self._elements,
             "seed_step": self._rounding_seed(step, phase=0),
+            "measures_norms": False,
         }
 
     def _decoded_sum(self, payload: tf.Tensor) -> tf.Tensor:
@@ -168,6 +169,7 @@ class ShardPhases:
             self._codec,
             shard_elements=self._elements,
             seed_step=self._rounding_seed(step, phase=1),
+            measures_norms=False,
         )
         payloads = self._group.all_gather(encoded.payload, second)
         shapes = [self._shapes[index] if index >= 0 else tf.TensorShape([size]) for index, size in vector.segments]

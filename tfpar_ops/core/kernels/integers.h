@@ -103,8 +103,12 @@ struct Integers {
     }
     TFPAR_INLINE L::F Value(L::U bytes, int k) const {
       if constexpr (kPick) return L::Pick<kBits>(factor, bytes >> (k * kBits));
-      const L::U code = kBits == 8 ? bytes : (bytes >> (k * kBits)) & kMask;
-      return L::Mul(L::FromInt(reinterpret_cast<L::I>(code) - kOffset), factor);
+      if constexpr (kBits == 8) return L::Mul(L::FromInt(reinterpret_cast<L::I>(bytes)), factor);
+      // Where it is, the code is the low end of a fraction: 2^(23 - shift) + code. Shifts and conversions are slower than this.
+      const int shift = k * kBits;
+      const uint32_t one = static_cast<uint32_t>(127 + 23 - shift) << 23;
+      const L::F raised = L::Float((bytes & (kMask << shift)) | one);
+      return L::Mul(raised - L::Splat(Float(one) + kOffset), factor);
     }
     L::F factor;
   };

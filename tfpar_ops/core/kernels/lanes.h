@@ -173,6 +173,11 @@ struct Lanes {
       return reinterpret_cast<I>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
     }
 #endif
+#if defined(__AVX2__)
+    if constexpr (kN == 8) {
+      return reinterpret_cast<I>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+    }
+#endif
     return reinterpret_cast<I>(LoadBytes(from) << 24) >> 24;
   }
 
