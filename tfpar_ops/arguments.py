@@ -190,6 +190,22 @@ def scalar_factor(factor: Any) -> tf.Tensor:
     return _of_shape("factor", _tensor("factor", factor, tf.float32), [], "a scalar")
 
 
+def bool_scalar(name: str, value: Any) -> tf.Tensor:
+    """A choice, as a bool scalar.
+
+    Args:
+      name: Name of the argument.
+      value: A bool of Python or NumPy, or a tensor.
+
+    Raises:
+      TypeError: Not bool.
+      ValueError: Not a scalar.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return tf.constant(bool(value))
+    return _of_shape(name, _tensor(name, value, tf.bool), [], "a scalar")
+
+
 def check_range(codec: Codec, elements: int, begin: Any, valid: Any) -> tuple[tf.Tensor, int]:
     """Which elements of the whole vector are encoded again.
 

@@ -34,7 +34,7 @@ def encode(
     shards: int = 1,
     shard_elements: int | None = None,
     seed_step: tf.Tensor | None = None,
-    measures_norms: bool = True,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """Encodes tensors, seen as one vector, plus the residual.
 
@@ -50,7 +50,7 @@ def encode(
       shard_elements: S, a multiple of the block size if there are several shards; by default L for one shard, else
         L / shards rounded up to whole blocks.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
-      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
+      measures_norms: Bool scalar; if false, the norms are NaN, and take no time on CPUs, otherwise up to half of it.
 
     Returns:
       Payloads int32 [shards, codec.payload_bytes(S) / 4], new residual float32 [L] (None without one), and the squared
@@ -64,14 +64,21 @@ def encode(
     operations = library().operations
     if operations is None:
         return reference.encode(
-            tensors, residual, codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
+            tensors,
+            residual,
+            codec,
+            shards=shards,
+            shard_elements=shard_elements,
+            seed_step=seed_step,
+            measures_norms=measures_norms,
         )
-    tensors, attributes = _encoding(tensors, codec, shards, shard_elements, measures_norms)
+    tensors, attributes = _encoding(tensors, codec, shards, shard_elements)
     residual = arguments.residual_tensor(residual, arguments.elements_of(tensors))
     payload, new_residual, norms = operations.tfpar_encode(
         tensors=tensors,
         residual=tf.zeros([0]) if residual is None else residual,
         seed_step=_seed_step(codec, seed_step),
+        measures_norms=arguments.bool_scalar("measures_norms", measures_norms),
         **attributes,
     )
     return Encoded(payload, None if residual is None else new_residual, norms)
@@ -85,7 +92,7 @@ def encode_into(
     shards: int = 1,
     shard_elements: int | None = None,
     seed_step: tf.Tensor | None = None,
-    measures_norms: bool = True,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """As `encode`, with the residual in a variable that is updated in place: no second buffer, no copy.
 
@@ -97,7 +104,7 @@ def encode_into(
       shards: Number of payloads.
       shard_elements: Elements of a shard.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
-      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
+      measures_norms: Bool scalar; if false, the norms are NaN, and take no time on CPUs, otherwise up to half of it.
 
     Returns:
       Payloads and squared norms as from `encode`; `residual` is None, the variable has it.
@@ -109,12 +116,22 @@ def encode_into(
     operations = library().operations
     if operations is None:
         return reference.encode_into(
-            residual, tensors, codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
+            residual,
+            tensors,
+            codec,
+            shards=shards,
+            shard_elements=shard_elements,
+            seed_step=seed_step,
+            measures_norms=measures_norms,
         )
-    tensors, attributes = _encoding(tensors, codec, shards, shard_elements, measures_norms)
+    tensors, attributes = _encoding(tensors, codec, shards, shard_elements)
     residual = arguments.residual_variable(residual, arguments.elements_of(tensors), "encode")
     payload, norms = operations.tfpar_encode_resource(
-        tensors=tensors, residual=residual.handle, seed_step=_seed_step(codec, seed_step), **attributes
+        tensors=tensors,
+        residual=residual.handle,
+        seed_step=_seed_step(codec, seed_step),
+        measures_norms=arguments.bool_scalar("measures_norms", measures_norms),
+        **attributes,
     )
     return Encoded(payload, None, norms)
 
@@ -207,7 +224,7 @@ def recode(
     begin: int | tf.Tensor = 0,
     valid: int | None = None,
     seed_step: tf.Tensor | None = None,
-    measures_norms: bool = True,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """Decodes and sums payloads, multiplies, adds the owner's residual and encodes again, in one pass.
 
@@ -221,7 +238,7 @@ def recode(
         block size. Integer or integer scalar tensor.
       valid: Elements that exist; [valid, elements) is padding. By default all.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
-      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
+      measures_norms: Bool scalar; if false, the norms are NaN, and take no time on CPUs, otherwise up to half of it.
 
     Returns:
       Payload int32 [1, words], new residual float32 [valid] (None without one), and the squared L2 norms of the scaled
@@ -235,7 +252,15 @@ def recode(
     operations = library().operations
     if operations is None:
         return reference.recode(
-            payloads, residual, codec, elements, factor=factor, begin=begin, valid=valid, seed_step=seed_step
+            payloads,
+            residual,
+            codec,
+            elements,
+            factor=factor,
+            begin=begin,
+            valid=valid,
+            seed_step=seed_step,
+            measures_norms=measures_norms,
         )
     inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step, measures_norms)
     residual = arguments.residual_tensor(residual, inputs["valid"])
@@ -255,7 +280,7 @@ def recode_into(
     begin: int | tf.Tensor = 0,
     valid: int | None = None,
     seed_step: tf.Tensor | None = None,
-    measures_norms: bool = True,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """As `recode`, with the residual in a variable that is updated in place: no second buffer, no copy.
 
@@ -269,7 +294,7 @@ def recode_into(
       begin: Position of the first element in the whole vector.
       valid: Elements that exist.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
-      measures_norms: If false, the norms mean nothing: on CPUs they take up to half of the time.
+      measures_norms: Bool scalar; if false, the norms are NaN, and take no time on CPUs, otherwise up to half of it.
 
     Returns:
       Payload and squared norms as from `recode`; `residual` is None, the variable has it.
@@ -282,7 +307,15 @@ def recode_into(
     operations = library().operations
     if operations is None:
         return reference.recode_into(
-            residual, payloads, codec, elements, factor=factor, begin=begin, valid=valid, seed_step=seed_step
+            residual,
+            payloads,
+            codec,
+            elements,
+            factor=factor,
+            begin=begin,
+            valid=valid,
+            seed_step=seed_step,
+            measures_norms=measures_norms,
         )
     inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step, measures_norms)
     residual = arguments.residual_variable(residual, inputs["valid"], "recode")
@@ -329,15 +362,14 @@ def _seed_step(codec: Codec, seed_step: tf.Tensor | None) -> tf.Tensor:
 
 
 def _encoding(
-    tensors: Sequence[tf.Tensor], codec: Codec, shards: int, shard_elements: int | None, measures_norms: bool
+    tensors: Sequence[tf.Tensor], codec: Codec, shards: int, shard_elements: int | None
 ) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Tensors, at least one, and attributes of an operation that encodes them."""
     arguments.check_codec(codec)
     tensors = arguments.float_tensors(tensors)
     size = arguments.shard_size(codec, arguments.elements_of(tensors), shards, shard_elements)
     # An attribute of 0 stands for the default, which gives shards of no elements where there are none.
-    attributes = {"shards": int(shards), "shard_elements": size, "measures_norms": measures_norms}
-    return tensors or [tf.zeros([0])], {**_attributes(codec), **attributes}
+    return tensors or [tf.zeros([0])], {**_attributes(codec), "shards": int(shards), "shard_elements": size}
 
 
 def _recoding(
@@ -348,7 +380,7 @@ def _recoding(
     begin: int | tf.Tensor,
     valid: int | None,
     seed_step: tf.Tensor | None,
-    measures_norms: bool,
+    measures_norms: tf.Tensor | bool,
 ) -> dict[str, Any]:
     """Inputs and attributes, but for the residual, of an operation that encodes again."""
     arguments.check_codec(codec)
@@ -363,6 +395,6 @@ def _recoding(
         "seed_step": _seed_step(codec, seed_step),
         "elements": elements,
         "valid": valid,
-        "measures_norms": measures_norms,
+        "measures_norms": arguments.bool_scalar("measures_norms", measures_norms),
         **_attributes(codec),
     }

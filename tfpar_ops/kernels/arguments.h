@@ -84,6 +84,14 @@ inline absl::Status ReadSeedStep(tensorflow::OpKernelContext* context, tfpar_cod
   return absl::OkStatus();
 }
 
+inline absl::Status ReadMeasuresNorms(tensorflow::OpKernelContext* context, bool* measures_norms) {
+  const tensorflow::Tensor* tensor;
+  TF_RETURN_IF_ERROR(context->input("measures_norms", &tensor));
+  if (tensor->dims() != 0) return Invalid("measures_norms: shape ", tensor->shape().DebugString(), ", expected a scalar");
+  *measures_norms = tensor->scalar<bool>()();
+  return absl::OkStatus();
+}
+
 inline absl::Status CheckResidualShape(const tensorflow::TensorShape& shape, int64_t elements, bool required) {
   if (shape.dims() == 1 && (shape.dim_size(0) == elements || (shape.dim_size(0) == 0 && !required))) {
     return absl::OkStatus();

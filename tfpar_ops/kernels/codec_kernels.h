@@ -65,7 +65,6 @@ class EncodeOp : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("N", &residual_input_));
     OP_REQUIRES_OK(context, context->GetAttr("shards", &shards_));
     OP_REQUIRES_OK(context, context->GetAttr("shard_elements", &shard_elements_));
-    OP_REQUIRES_OK(context, context->GetAttr("measures_norms", &measures_norms_));
   }
 
   void Compute(OpKernelContext* context) override { OP_REQUIRES_OK(context, Encode(context)); }
@@ -75,15 +74,17 @@ class EncodeOp : public OpKernel {
     tfpar_codec codec = codec_;
     InputParts parts;
     Shards shards;
+    bool measures_norms;
     Tensor* payload;
     TF_RETURN_IF_ERROR(ReadSeedStep(context, &codec));
+    TF_RETURN_IF_ERROR(ReadMeasuresNorms(context, &measures_norms));
     TF_RETURN_IF_ERROR(ReadTensors(context, &parts));
     TF_RETURN_IF_ERROR(MakeShards(codec, parts.elements(), shards_, shard_elements_, &shards));
     TensorShape shape;
     TF_RETURN_IF_ERROR(TensorShape::BuildTensorShape({shards.count, shards.words}, &shape));
     TF_RETURN_IF_ERROR(context->allocate_output("payload", shape, &payload));
     return WithResidual<keeper>(context, residual_input_, shards.total, [&](const Residual& residual, float* norms) {
-      return Device::Encode(context, codec, parts, shards, residual, measures_norms_, payload->flat<int32_t>().data(), norms);
+      return Device::Encode(context, codec, parts, shards, residual, measures_norms, payload->flat<int32_t>().data(), norms);
     });
   }
 
@@ -91,7 +92,6 @@ class EncodeOp : public OpKernel {
   int residual_input_;  // after the N tensors
   int64_t shards_;
   int64_t shard_elements_;
-  bool measures_norms_;
 };
 
 template <typename Device>
@@ -172,7 +172,6 @@ class RecodeOp : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("valid", &valid_));
     OP_REQUIRES(context, valid_ <= elements_, Invalid("valid=", valid_, " is more than elements=", elements_));
     OP_REQUIRES_OK(context, PayloadWords(codec_, elements_, &words_));
-    OP_REQUIRES_OK(context, context->GetAttr("measures_norms", &measures_norms_));
   }
 
   void Compute(OpKernelContext* context) override { OP_REQUIRES_OK(context, Recode(context)); }
@@ -183,8 +182,10 @@ class RecodeOp : public OpKernel {
     Payloads payloads;
     const float* factor = nullptr;
     int64_t begin = 0;
+    bool measures_norms;
     Tensor* payload;
     TF_RETURN_IF_ERROR(ReadSeedStep(context, &codec));
+    TF_RETURN_IF_ERROR(ReadMeasuresNorms(context, &measures_norms));
     TF_RETURN_IF_ERROR(ReadFactor(context, &factor));
     TF_RETURN_IF_ERROR(ReadBegin(context, codec, &begin));
     TF_RETURN_IF_ERROR(ReadPayloads(context, &payloads));
@@ -192,7 +193,7 @@ class RecodeOp : public OpKernel {
     TF_RETURN_IF_ERROR(Device::CheckPayloads(codec, payloads));
     TF_RETURN_IF_ERROR(context->allocate_output("payload", TensorShape({1, words_}), &payload));
     return WithResidual<keeper>(context, 2, valid_, [&](const Residual& residual, float* norms) {
-      return Device::Recode(context, codec, payloads, factor, valid_, begin, residual, measures_norms_,
+      return Device::Recode(context, codec, payloads, factor, valid_, begin, residual, measures_norms,
                             payload->flat<int32_t>().data(), norms);
     });
   }
@@ -201,7 +202,6 @@ class RecodeOp : public OpKernel {
   int64_t elements_;
   int64_t valid_;
   int64_t words_;
-  bool measures_norms_;
 };
 
 template <typename Device>
@@ -223,18 +223,20 @@ class NormSquaredOp : public OpKernel {
   }
 };
 
+#define TFPAR_HOST_INPUTS HostMemory("seed_step").HostMemory("measures_norms")
+
 // Registers every kernel for a device. Inputs that the host needs before it can start the work are in host memory.
 #define TFPAR_REGISTER_KERNELS(NAME, DEVICE)                                                                       \
-  REGISTER_KERNEL_BUILDER(Name("TfparEncode").Device(NAME).HostMemory("seed_step"),                                \
+  REGISTER_KERNEL_BUILDER(Name("TfparEncode").Device(NAME).TFPAR_HOST_INPUTS,                                      \
                           ::tfpar::EncodeOp<DEVICE, ::tfpar::Keeper::kTensor>);                                    \
-  REGISTER_KERNEL_BUILDER(Name("TfparEncodeResource").Device(NAME).HostMemory("residual").HostMemory("seed_step"), \
+  REGISTER_KERNEL_BUILDER(Name("TfparEncodeResource").Device(NAME).HostMemory("residual").TFPAR_HOST_INPUTS,       \
                           ::tfpar::EncodeOp<DEVICE, ::tfpar::Keeper::kVariable>);                                  \
   REGISTER_KERNEL_BUILDER(Name("TfparDecode").Device(NAME), ::tfpar::DecodeOp<DEVICE>);                            \
   REGISTER_KERNEL_BUILDER(Name("TfparDecodeSum").Device(NAME), ::tfpar::DecodeSumOp<DEVICE>);                      \
-  REGISTER_KERNEL_BUILDER(Name("TfparRecode").Device(NAME).HostMemory("begin").HostMemory("seed_step"),            \
+  REGISTER_KERNEL_BUILDER(Name("TfparRecode").Device(NAME).HostMemory("begin").TFPAR_HOST_INPUTS,                  \
                           ::tfpar::RecodeOp<DEVICE, ::tfpar::Keeper::kTensor>);                                    \
   REGISTER_KERNEL_BUILDER(                                                                                         \
-      Name("TfparRecodeResource").Device(NAME).HostMemory("residual").HostMemory("begin").HostMemory("seed_step"), \
+      Name("TfparRecodeResource").Device(NAME).HostMemory("residual").HostMemory("begin").TFPAR_HOST_INPUTS,       \
       ::tfpar::RecodeOp<DEVICE, ::tfpar::Keeper::kVariable>);                                                      \
   REGISTER_KERNEL_BUILDER(Name("TfparNormSquared").Device(NAME), ::tfpar::NormSquaredOp<DEVICE>)
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -71,17 +72,21 @@ class Units {
 };
 
 // Sums of squares, added up block by block within a unit and then unit by unit, so that they are the same for any
-// number of threads.
+// number of threads; NaN if they are not measured.
 class Norms {
  public:
-  explicit Norms(int64_t units) : partial_(2 * units) {}
+  Norms(bool measured, int64_t units) : measured_(measured), partial_(measured ? 2 * units : 0) {}
 
   // Room for the sums of one unit's blocks.
   struct OfBlocks {
     double values[2 * kUnitElements / kSmallestBlock];
   };
 
+  // Where the core writes them; null if they are not measured.
+  double* To(OfBlocks* blocks) const { return measured_ ? blocks->values : nullptr; }
+
   void Add(int64_t unit, const OfBlocks& blocks, int64_t count) {
+    if (!measured_) return;
     double sums[2] = {0, 0};
     for (int64_t i = 0; i < count; ++i) {
       sums[0] += blocks.values[2 * i];
@@ -94,11 +99,13 @@ class Norms {
   void Write(bool has_residual, float* norms) const {
     double sums[2] = {0, 0};
     for (size_t i = 0; i < partial_.size(); ++i) sums[i % 2] += partial_[i];
+    if (!measured_) sums[0] = sums[1] = std::numeric_limits<double>::quiet_NaN();
     norms[0] = static_cast<float>(sums[0]);
-    norms[1] = has_residual ? static_cast<float>(sums[1]) : 0.0f;
+    norms[1] = has_residual || !measured_ ? static_cast<float>(sums[1]) : 0.0f;
   }
 
  private:
+  bool measured_;
   std::vector<double> partial_;
 };
 
@@ -132,7 +139,7 @@ struct Cpu {
                              float* norms) {
     const Units units(codec, shards.count, shards.elements);
     const tfpar_vector x = parts.vector();
-    Norms sums(measures_norms ? units.count() : 0);
+    Norms sums(measures_norms, units.count());
     for (int64_t i = 0; i < shards.count; ++i) tfpar_write_frame(&codec, shards.elements, payload + i * shards.words);
     ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
       const int64_t shard = units.payload(unit);
@@ -143,8 +150,8 @@ struct Cpu {
       Norms::OfBlocks of_blocks;
       tfpar_encode(&codec, &x, begin, shards.elements, has_residual ? residual.old_values + offset : nullptr,
                    has_residual ? residual.new_values + offset : nullptr, payload + shard * shards.words, first, last,
-                   measures_norms ? of_blocks.values : nullptr);
-      if (measures_norms) sums.Add(unit, of_blocks, last - first);
+                   sums.To(&of_blocks));
+      sums.Add(unit, of_blocks, last - first);
     });
     sums.Write(residual.old_values != nullptr, norms);
     return absl::OkStatus();
@@ -205,15 +212,15 @@ struct Cpu {
     // Checked before anything is written: if the check fails, a residual that is updated in place must be unchanged.
     TF_RETURN_IF_ERROR(CheckPositions(context, codec, payloads));
     const Units units(codec, 1, payloads.elements);
-    Norms sums(measures_norms ? units.count() : 0);
+    Norms sums(measures_norms, units.count());
     tfpar_write_frame(&codec, payloads.elements, payload);
     ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
       const int64_t first = units.first_block(unit), last = units.last_block(unit);
       Norms::OfBlocks of_blocks;
       tfpar_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(), *factor, valid, begin,
                    residual.old_values, residual.new_values, payload, first, last,
-                   measures_norms ? of_blocks.values : nullptr);
-      if (measures_norms) sums.Add(unit, of_blocks, last - first);
+                   sums.To(&of_blocks));
+      sums.Add(unit, of_blocks, last - first);
     });
     sums.Write(residual.old_values != nullptr, norms);
     return absl::OkStatus();

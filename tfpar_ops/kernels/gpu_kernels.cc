@@ -39,8 +39,11 @@ absl::Status Checked(int error) {
   return absl::InternalError(absl::StrCat("CUDA error ", error, ": ", cudaGetErrorString(error)));
 }
 
-// Writes the norms of payloads, which are zero for a residual that nobody keeps.
-absl::Status FinishNorms(const double* sums, int64_t count, const Residual& residual, float* norms, void* stream) {
+// Writes the norms of payloads, which are zero for a residual that nobody keeps; or NaN, although they were computed beside the
+// payloads.
+absl::Status FinishNorms(const double* sums, int64_t count, const Residual& residual, bool measures_norms, float* norms,
+                         void* stream) {
+  if (!measures_norms) return Checked(cudaMemsetAsync(norms, 0xFF, 2 * sizeof(float), stream));
   TF_RETURN_IF_ERROR(Checked(tfpar_cuda_finish_norms(sums, count, norms, stream)));
   if (residual.old_values != nullptr) return absl::OkStatus();
   return Checked(cudaMemsetAsync(norms + 1, 0, sizeof(float), stream));
@@ -83,7 +86,7 @@ struct Gpu {
   }
 
   static absl::Status Encode(OpKernelContext* context, const tfpar_codec& codec, const InputParts& parts,
-                             const Shards& shards, const Residual& residual, bool /*measures_norms: costs little*/,
+                             const Shards& shards, const Residual& residual, bool measures_norms,
                              int32_t* payload, float* norms) {
     void* stream = StreamOf(context);
     const tfpar_vector x = parts.vector();
@@ -98,7 +101,7 @@ struct Gpu {
                             has_residual ? residual.new_values + offset : nullptr, payload + i * shards.words,
                             workspace.sums() + 2 * i, workspace.scratch(), stream)));
     }
-    return FinishNorms(workspace.sums(), shards.count, residual, norms, stream);
+    return FinishNorms(workspace.sums(), shards.count, residual, measures_norms, norms, stream);
   }
 
   static absl::Status Decode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
@@ -123,7 +126,7 @@ struct Gpu {
 
   static absl::Status Recode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
                              const float* factor, int64_t valid, int64_t begin, const Residual& residual,
-                             bool /*measures_norms*/, int32_t* payload, float* norms) {
+                             bool measures_norms, int32_t* payload, float* norms) {
     TF_RETURN_IF_ERROR(CheckPeers(payloads));
     void* stream = StreamOf(context);
     Workspace workspace;
@@ -131,7 +134,7 @@ struct Gpu {
     TF_RETURN_IF_ERROR(Checked(tfpar_cuda_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(),
                                                  0, factor, valid, begin, residual.old_values, residual.new_values,
                                                  payload, workspace.sums(), workspace.scratch(), nullptr, stream)));
-    return FinishNorms(workspace.sums(), 1, residual, norms, stream);
+    return FinishNorms(workspace.sums(), 1, residual, measures_norms, norms, stream);
   }
 
   static absl::Status NormSquared(OpKernelContext* context, const InputParts& parts, float* norm_squared,

@@ -79,6 +79,7 @@ absl::Status EncodeShape(InferenceContext* c) {
   int64_t total;
   TF_RETURN_IF_ERROR(TotalElements(c, tensors, &total));
   TF_RETURN_IF_ERROR(CheckVector(c, tensors + 1, 2));
+  TF_RETURN_IF_ERROR(CheckScalar(c, tensors + 2));
   Shards shards;
   DimensionHandle words = c->UnknownDim();
   if (total >= 0) {
@@ -167,6 +168,7 @@ absl::Status RecodeShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(CheckScalar(c, 1));
   TF_RETURN_IF_ERROR(CheckScalar(c, 3));
   TF_RETURN_IF_ERROR(CheckVector(c, 4, 2));
+  TF_RETURN_IF_ERROR(CheckScalar(c, 5));
   TF_RETURN_IF_ERROR(PayloadWords(codec, elements, &words));
   c->set_output(0, c->Matrix(1, words));
   if (c->num_outputs() == 2) {  // the residual is a variable
@@ -190,13 +192,13 @@ REGISTER_OP("TfparEncode")
     .Input("tensors: N * float")
     .Input("residual: float")
     .Input("seed_step: int64")
+    .Input("measures_norms: bool")
     .Output("payload: int32")
     .Output("new_residual: float")
     .Output("norms: float")
     .Attr("N: int >= 1")
     .TFPAR_CODEC_ATTRS.Attr("shards: int >= 1 = 1")
     .Attr("shard_elements: int >= 0 = 0")
-    .Attr("measures_norms: bool = true")
     .SetShapeFn(EncodeShape)
     .Doc(R"doc(
 Encodes tensors, seen as one vector of L elements, and returns the rest, which the payload does not hold, as residual.
@@ -204,9 +206,10 @@ Encodes tensors, seen as one vector of L elements, and returns the rest, which t
 tensors: Gradients, which are read in place and in order.
 residual: [L], added before encoding; [0] for none.
 seed_step: [2], in host memory: key and step of the random numbers for stochastic rounding.
+measures_norms: Scalar in host memory.
 payload: [shards, words], one payload per shard.
 new_residual: Same shape as `residual`; reuses its buffer where possible.
-norms: [2], the sums of squares of `tensors` and of `new_residual`; undefined without `measures_norms`.
+norms: [2], the sums of squares of `tensors` and of `new_residual`; NaN if not `measures_norms`.
 shard_elements: Elements per shard; the last shards are padded. 0 for the fewest whole blocks (one shard: L elements).
 )doc");
 
@@ -216,12 +219,12 @@ REGISTER_OP("TfparEncodeResource")
     .Input("tensors: N * float")
     .Input("residual: resource")
     .Input("seed_step: int64")
+    .Input("measures_norms: bool")
     .Output("payload: int32")
     .Output("norms: float")
     .Attr("N: int >= 1")
     .TFPAR_CODEC_ATTRS.Attr("shards: int >= 1 = 1")
     .Attr("shard_elements: int >= 0 = 0")
-    .Attr("measures_norms: bool = true")
     .SetIsStateful()
     .SetShapeFn(EncodeShape)
     .Doc("Like TfparEncode, but the residual is a float32 variable of L elements, which is updated in place.");
@@ -262,12 +265,12 @@ REGISTER_OP("TfparRecode")
     .Input("residual: float")
     .Input("begin: int64")
     .Input("seed_step: int64")
+    .Input("measures_norms: bool")
     .Output("payload: int32")
     .Output("new_residual: float")
     .Output("norms: float")
     .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
     .Attr("valid: int >= 0")
-    .Attr("measures_norms: bool = true")
     .SetShapeFn(RecodeShape)
     .Doc(R"doc(
 Decodes and sums the payloads of peers, adds the residual of the shard's owner and encodes again, in one pass.
@@ -277,9 +280,10 @@ factor: Scalar that the sum is multiplied by; 1 leaves the sum unchanged.
 residual: [valid]; [0] for none.
 begin: Scalar in host memory: index of the shard's first element in the whole vector, a multiple of the block size.
 seed_step: [2], as for TfparEncode.
+measures_norms: Scalar, as for TfparEncode.
 payload: [1, words].
 new_residual: Same shape as `residual`; reuses its buffer where possible.
-norms: [2], the sums of squares of the scaled sum and of `new_residual`; undefined without `measures_norms`.
+norms: [2], the sums of squares of the scaled sum and of `new_residual`; NaN if not `measures_norms`.
 elements: Number of elements in the shard, padding included.
 valid: Number of elements in the shard that are not padding.
 )doc");
@@ -290,11 +294,11 @@ REGISTER_OP("TfparRecodeResource")
     .Input("residual: resource")
     .Input("begin: int64")
     .Input("seed_step: int64")
+    .Input("measures_norms: bool")
     .Output("payload: int32")
     .Output("norms: float")
     .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
     .Attr("valid: int >= 0")
-    .Attr("measures_norms: bool = true")
     .SetIsStateful()
     .SetShapeFn(RecodeShape)
     .Doc("Like TfparRecode, but the residual is a float32 variable of `valid` elements, which is updated in place.");

@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
     Attributes:
       payload: int32 [shards, words], a payload a shard.
       residual: float32 [elements], what the payloads leave out; None if no residual was given.
-      norms: float32 [2], squared L2 norms of the input and of the new residual (0 without one).
+      norms: float32 [2], squared L2 norms of the input and of the new residual (0 without one); NaN if not measured.
     """
 
     payload: tf.Tensor
@@ -48,6 +48,7 @@ def encode(
     shards: int = 1,
     shard_elements: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """Encodes tensors, seen as one vector, plus the residual.
 
@@ -59,6 +60,7 @@ def encode(
       shard_elements: S, a multiple of the block size if there are several shards; by default L for one shard, else
         L / shards rounded up to whole blocks.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: Bool scalar; if false, the norms are NaN.
 
     Returns:
       Payloads [shards, payload_bytes(S) / 4], new residual [L], squared norms of tensors and new residual.
@@ -70,7 +72,8 @@ def encode(
     """
     x, size = _encoding(tensors, codec, shards, shard_elements)
     residual = arguments.residual_tensor(residual, x.shape[0])
-    return _encode(x, residual, codec, int(shards), size, tf.constant(0, tf.int64), seed_step)
+    encoded = _encode(x, residual, codec, int(shards), size, tf.constant(0, tf.int64), seed_step)
+    return _with_norms(encoded, measures_norms)
 
 
 def encode_into(
@@ -81,6 +84,7 @@ def encode_into(
     shards: int = 1,
     shard_elements: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """As `encode`, with the residual in a variable, which gets the new one.
 
@@ -91,6 +95,7 @@ def encode_into(
       shards: Number of payloads.
       shard_elements: Elements of a shard.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: Bool scalar; if false, the norms are NaN.
 
     Returns:
       Payloads and squared norms as from `encode`; `residual` is None, the variable has it.
@@ -103,7 +108,7 @@ def encode_into(
     residual = arguments.residual_variable(residual, x.shape[0], "encode")
     result = _encode(x, residual.read_value(), codec, int(shards), size, tf.constant(0, tf.int64), seed_step)
     residual.assign(result.residual, read_value=False)
-    return result._replace(residual=None)
+    return _with_norms(result._replace(residual=None), measures_norms)
 
 
 def decode(
@@ -175,6 +180,7 @@ def recode(
     begin: int | tf.Tensor = 0,
     valid: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """Decodes and sums payloads, multiplies, adds the owner's residual and encodes again.
 
@@ -188,6 +194,7 @@ def recode(
         block size. Integer or integer scalar tensor.
       valid: Elements that exist; [valid, elements) is padding. By default all.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: Bool scalar; if false, the norms are NaN.
 
     Returns:
       Payload [1, words], new residual [valid], squared norms of the scaled sum and of the new residual.
@@ -198,7 +205,8 @@ def recode(
       tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
     """
     shard = _recoding(payloads, codec, elements, begin, valid)
-    return _recode(shard, arguments.residual_tensor(residual, shard.valid), codec, factor, seed_step)
+    encoded = _recode(shard, arguments.residual_tensor(residual, shard.valid), codec, factor, seed_step)
+    return _with_norms(encoded, measures_norms)
 
 
 def recode_into(
@@ -211,6 +219,7 @@ def recode_into(
     begin: int | tf.Tensor = 0,
     valid: int | None = None,
     seed_step: tf.Tensor | None = None,
+    measures_norms: tf.Tensor | bool = True,
 ) -> Encoded:
     """As `recode`, with the residual in a variable, which gets the new one.
 
@@ -223,6 +232,7 @@ def recode_into(
       begin: Position of the first element in the whole vector.
       valid: Elements that exist.
       seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+      measures_norms: Bool scalar; if false, the norms are NaN.
 
     Returns:
       Payload and squared norms as from `recode`; `residual` is None, the variable has it.
@@ -236,7 +246,7 @@ def recode_into(
     residual = arguments.residual_variable(residual, shard.valid, "recode")
     result = _recode(shard, residual.read_value(), codec, factor, seed_step)
     residual.assign(result.residual, read_value=False)
-    return result._replace(residual=None)
+    return _with_norms(result._replace(residual=None), measures_norms)
 
 
 def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -323,6 +333,12 @@ def _encode(
         new_residual = bits.as_float(tf.where(kept, bits.of(residual), bits.of(bits.flush(lost))))
         norms[1] = _sum_squares(new_residual)
     return Encoded(payload.assemble(codec, stored, shards, size), new_residual, tf.stack(norms))
+
+
+def _with_norms(encoded: Encoded, measures_norms: tf.Tensor | bool) -> Encoded:
+    """The same, with NaN for norms that are not to be measured."""
+    wanted = arguments.bool_scalar("measures_norms", measures_norms)
+    return encoded._replace(norms=tf.where(wanted, encoded.norms, float("nan")))
 
 
 def _decode(payloads: tf.Tensor, codec: Codec, elements: int) -> tuple[tf.Tensor, tf.Tensor]:

@@ -44,7 +44,8 @@ on_the_cpu = pytest.mark.skipif(
 def test_attributes_that_are_not_allowed(options, message):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         library().operations.tfpar_encode(
-            **{"tensors": [tf.zeros([9])], "residual": [], "seed_step": [0, 0], "block": 512, **options}
+            **{"tensors": [tf.zeros([9])], "residual": [], "seed_step": [0, 0], "block": 512, **options},
+            measures_norms=True,
         )
 
 

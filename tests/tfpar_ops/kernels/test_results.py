@@ -96,15 +96,25 @@ def test_norms_are_exact_to_float32():
     assert finite
 
 
-def test_without_norms_all_else_has_the_same_bits():
-    made = tfpar_ops.encode(tensors(), residual(), INT4)
-    bare = tfpar_ops.encode(tensors(), residual(), INT4, measures_norms=False)
-    again = tfpar_ops.recode(made.payload, residual(2), INT4, ELEMENTS)
-    bare_again = tfpar_ops.recode(made.payload, residual(2), INT4, ELEMENTS, measures_norms=False)
-    for one, other in ((made, bare), (again, bare_again)):
-        np.testing.assert_array_equal(one.payload, other.payload)
-        np.testing.assert_array_equal(one.residual, other.residual)
-        assert not np.array_equal(one.norms, other.norms)
+@pytest.mark.parametrize("ops", [tfpar_ops, reference])
+def test_without_norms_all_else_has_the_same_bits(ops):
+    made = ops.encode(tensors(), residual(), INT4)
+    again = ops.recode(made.payload, residual(2), INT4, ELEMENTS)
+    for measures in (False, np.bool_(False), tf.constant(False)):
+        bare = ops.encode(tensors(), residual(), INT4, measures_norms=measures)
+        bare_again = ops.recode(made.payload, residual(2), INT4, ELEMENTS, measures_norms=measures)
+        for one, other in ((made, bare), (again, bare_again)):
+            np.testing.assert_array_equal(one.payload, other.payload)
+            np.testing.assert_array_equal(one.residual, other.residual)
+            assert np.isnan(other.norms).all()
+
+
+@pytest.mark.parametrize("ops", [tfpar_ops, reference])
+def test_whether_norms_are_measured_is_a_bool(ops):
+    with pytest.raises(TypeError, match="measures_norms"):
+        ops.encode(tensors(), residual(), INT4, measures_norms=1)
+    with pytest.raises(ValueError, match=r"measures_norms.*scalar"):
+        ops.encode(tensors(), residual(), INT4, measures_norms=[True, False])
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,11 @@ def test_unknown_shapes_stay_unknown_and_known_ones_are_known():
         ),
         ("tfpar_encode", {"tensors": [(1000,)], "residual": (0,), "seed_step": [0]}, "1"),
         ("tfpar_encode", {"tensors": [(1000,)], "residual": (1, 1000), "seed_step": [0, 0]}, "rank 1"),
+        (
+            "tfpar_encode",
+            {"tensors": [(1000,)], "residual": (0,), "seed_step": [0, 0], "measures_norms": [True]},
+            "rank 0",
+        ),
         ("tfpar_decode_sum", {"payloads": (2, 72), "factor": 1.0, "elements": 1025}, "72 words, expected 200"),
         ("tfpar_decode_sum", {"payloads": (72,), "factor": 1.0, "elements": 512}, "rank 2"),
         ("tfpar_decode", {"payloads": (1, 72), "factor": 1.0, "shapes": [[9]], "N": 2}, "1 of them for 2 outputs"),

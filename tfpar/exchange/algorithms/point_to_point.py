@@ -83,7 +83,9 @@ class PointToPoint:
         with tf.control_dependencies(run.sent):
             payloads = tf.concat([rows[shard] for shard in range(self._plan.shards)], axis=0)
         sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
-        return sums, tf.stack([tfpar_ops.norm_squared([flat])[0], run.finish(pending)])
+        measures = buckets.measures_norms(step)
+        norm = tf.cond(measures, lambda: tfpar_ops.norm_squared([flat])[0], lambda: tf.constant(float("nan")))
+        return sums, tf.stack([norm, run.finish(pending)])
 
     def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker; with `binary_blocks`, of this one."""
@@ -163,6 +165,7 @@ class _Exchange:
             shards=last - first,
             shard_elements=bucket.shard_elements,
             seed_step=buckets.rounding_seed(bucket.codec, bucket._seed, self._stream(), self._step),
+            measures_norms=buckets.measures_norms(self._step),
         )
         if encoded.residual is not None:
             self._residuals[first] = encoded.residual

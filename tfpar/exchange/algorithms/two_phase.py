@@ -88,16 +88,15 @@ class TwoPhase:
         if self._pipelined is not None:
             return self._reduce_pipelined(self._pipelined, tensors, step, pending)
         encoded = self._encode(tensors, step, pending)
-        norms = tf.where(buckets.measures_norms(step), encoded.norms, float("nan"))  # as in one operation
         first, second = self._instances
         if not self._two_phase:
             payloads = self._group.all_gather(encoded.payload, first)
             flat = tfpar_ops.decode_sum(payloads, self.codec, self.elements)
-            return buckets.split(flat, self.shapes), norms
+            return buckets.split(flat, self.shapes), encoded.norms
         rows = self._group.all_to_all(encoded.payload, first)
         payloads = self._group.all_gather(self._recode(rows, step, pending).payload, second)
         sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
-        return sums, norms
+        return sums, encoded.norms
 
     def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker."""
@@ -108,14 +107,16 @@ class TwoPhase:
     def _encode(
         self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None
     ) -> tfpar_ops.Encoded:
-        arguments: dict[str, Any] = {"shards": self._shards, "shard_elements": self.shard_elements}
-        seed_step = self._rounding_seed(step, phase=0)
+        arguments: dict[str, Any] = {
+            "shards": self._shards,
+            "shard_elements": self.shard_elements,
+            "seed_step": self._rounding_seed(step, phase=0),
+            "measures_norms": buckets.measures_norms(step),
+        }
         if self.state and pending is None:
-            return tfpar_ops.encode_into(self.state["worker"], tensors, self.codec, seed_step=seed_step, **arguments)
+            return tfpar_ops.encode_into(self.state["worker"], tensors, self.codec, **arguments)
         residual = self.state["worker"].read_value() if self.state else None
-        return self._store_residual(
-            "worker", tfpar_ops.encode(tensors, residual, self.codec, seed_step=seed_step, **arguments), pending
-        )
+        return self._store_residual("worker", tfpar_ops.encode(tensors, residual, self.codec, **arguments), pending)
 
     def _recode(self, rows: tf.Tensor, step: tf.Tensor, pending: PendingAssigns | None) -> tfpar_ops.Encoded:
         begin = self._group.rank * self.shard_elements
