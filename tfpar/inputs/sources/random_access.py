@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import threading
@@ -61,7 +60,8 @@ def from_random_access(
     """Returns a source over an object that is read by index.
 
     An item is `x`, `(x, y)` or `(x, y, sample_weight)`, each an array or a structure of arrays. All items have the
-    shapes and kinds of the first one. The model receives the dtypes that `from_arrays` describes.
+    shapes and kinds of the first one. The model receives the dtypes that `from_arrays` describes, but int64 inputs for
+    all integers that NumPy holds in more bits than int32, such as Python's: later items may be larger than the first.
 
     Args:
       data: The object. TFDS' `data_source` needs no further arguments if its data set has supervised keys.
@@ -75,7 +75,7 @@ def from_random_access(
       num_classes: Number of classes; by default that of the data set, or 0 if unknown: labels are then not checked.
       ignore_class: A label outside `[0, num_classes)` that the loss ignores.
       scale: Factor for the floating-point inputs, e.g. 1/255 for images; or a structure like the inputs.
-      threads: Number of threads that read items; 1 for objects that are not thread-safe.
+      threads: Largest number of threads that read items at once; 1 for objects that are not thread-safe.
       cache: `"none"` reads items in every epoch; `"memory"` reads each once and keeps it.
       split: `"train"` or `"validation"`, for reports.
       name: For reports and errors; by default the type of the object.
@@ -160,9 +160,7 @@ class _Reader:
         self._split_item = split_item
         self._layout = layout
         self._threads = threads
-        self._one_at_a_time: contextlib.AbstractContextManager = (
-            threading.Lock() if threads == 1 else contextlib.nullcontext()
-        )
+        self._permits = threading.BoundedSemaphore(threads)  # tf.data's threads read, too, not only those of the pool
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._seconds_per_item = 0.0
         self._lock = threading.Lock()
@@ -220,7 +218,7 @@ class _Reader:
     def _items(self, numbers: list[int]) -> list[Structure]:
         """Reads items one after the other; `(x, target)` each."""
         began = time.perf_counter()
-        with self._one_at_a_time:
+        with self._permits:
             read_many = getattr(self._data, "__getitems__", None)
             if read_many is None or len(numbers) == 1:
                 items = [self._item(number) for number in numbers]

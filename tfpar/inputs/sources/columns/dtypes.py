@@ -6,6 +6,8 @@
 | images: uint8 inputs of two dims or more | uint8 | float32 or float64, not scaled, as from Keras' `fit` |
 | other integers | int32, or int64 for inputs that need it | the same |
 | text, for inputs only | bytes | `tf.string` |
+
+Inputs that are read item by item need int64 if int32 does not hold their dtype: later items may be larger.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ def float_dtype() -> np.dtype:
     return np.dtype(np.float64 if keras.config.floatx() == "float64" else np.float32)
 
 
-def stored_dtype(values: np.ndarray, what: str, rank: int) -> np.dtype:
+def stored_dtype(values: np.ndarray, what: str, rank: int, *, complete: bool = True) -> np.dtype:
     """Returns the dtype in which values are stored.
 
     Args:
       values: Any array.
       what: `"inputs"`, `"labels"` or `"weights"`.
       rank: Number of dims of one example.
+      complete: Whether these are all values; otherwise others of their dtype follow, which may be larger.
 
     Raises:
       ValueError: The values are neither real numbers nor text, are text but not inputs, or have an integer that is too
@@ -50,7 +53,8 @@ def stored_dtype(values: np.ndarray, what: str, rank: int) -> np.dtype:
     if what == "inputs" and dtype == np.uint8 and rank >= 2:
         return np.dtype(np.uint8)
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-    if _INT32.min <= low and high <= _INT32.max:
+    holds_others = complete or what == "labels" or np.can_cast(dtype, np.int32)
+    if _INT32.min <= low and high <= _INT32.max and holds_others:
         return np.dtype(np.int32)
     if what == "inputs" and high <= _INT64.max:
         return np.dtype(np.int64)

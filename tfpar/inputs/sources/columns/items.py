@@ -201,7 +201,12 @@ class Layout:
         try:
             return dtypes.as_stored(values, dtype)
         except ValueError as error:
-            raise ItemError(f"its {self._part(position)} (items from {number}): {error}") from error
+            way_out = ""  # that of text is part of the error
+            if np.issubdtype(dtype, np.integer):
+                wider = position < len(tf.nest.flatten(self.template[0])) and dtype != np.int64
+                way_out = "; give all items one dtype, e.g. int64" if wider else "; map them to smaller ones"
+                way_out += ", by transform="
+            raise ItemError(f"its {self._part(position)} (items from {number}): {error}{way_out}") from error
 
     def _part(self, position: int) -> str:
         x, y = self.template
@@ -236,7 +241,7 @@ def infer(item: tuple[Structure, Structure], batched: bool) -> Layout:
     def describe(value: Any, what: str) -> tf.TensorSpec:
         array = _as_array(value)
         try:
-            dtype = dtypes.stored_dtype(array, what, rank=array.ndim - batched)
+            dtype = dtypes.stored_dtype(array, what, rank=array.ndim - batched, complete=False)
         except ValueError as error:
             raise ItemError(f"the {what} of the first item {error}") from error
         if batched:
