@@ -30,7 +30,18 @@ def keep_in_memory(source: Source, stored_bytes: int) -> Source:
     info = source.info
     if info.num_examples == 0:
         return source
-    examples = LazyTensors(lambda: _read_all(source))
+    skip = source.skip
+    examples = LazyTensors(lambda: _read_all(dataclasses.replace(source, skip=skip)))
+
+    def load() -> None:
+        bad = np.flatnonzero(~examples.tensors()[-1].numpy())
+        if len(bad) and not source.skip:  # a run that skips bad examples has read them
+            raise bad_records.diagnose_read_error(source, bad.tolist())
+
+    def load_usable() -> None:
+        nonlocal skip
+        skip = True
+        examples.tensors()
 
     def read(indices: tf.Tensor) -> Batch:
         return gather_packed(info, examples.tensors(), indices)
@@ -44,8 +55,9 @@ def keep_in_memory(source: Source, stored_bytes: int) -> Source:
         read=read,
         portable=True,
         kept_bytes=info.num_examples * stored_bytes,
-        load=examples.tensors,
-        usable=usable if source.skip else None,
+        load=load,
+        load_usable=load_usable,
+        usable=usable,
         origin=source,
     )
 

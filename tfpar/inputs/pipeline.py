@@ -204,7 +204,8 @@ class Pipeline:
             )
         if start_step < 0 or (not self._training and start_step > self.steps_per_epoch):
             raise ValueError(f"start_step={start_step} is outside the {self.steps_per_epoch} steps of a pass")
-        self.source.load()  # not while `_fetch` is traced: tracing would rewrite the errors of the data
+        load = self.source.load_usable if self.skips and self.source.load_usable else self.source.load
+        load()  # not while `_fetch` is traced: tracing would rewrite the errors of the data
         elements = self._element_indices(worker, start_step).map(self._fetch, num_parallel_calls=self._parallel_calls())
         if self._config.data_service:
             service.check_reachable(self._config.data_service)

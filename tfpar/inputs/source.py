@@ -196,6 +196,8 @@ class Source:
       kept_bytes: Memory of the host that the kept examples take, in bytes; 0 unless they are in memory.
       load: Reads the examples into memory if they are kept there; otherwise the first `read` does.
         Raises ConfigError for a bad example, unless bad examples are skipped.
+      load_usable: The same, but for a run that skips bad examples: `usable` then says which ones they are, even if
+        `skip` is False. None if `load` does that, or if no example can be bad.
       skip: Whether bad examples are skipped (`--on_bad_record=skip`); a pipeline also skips them
         if its own configuration says so.
       usable: int64 [n] -> bool [n], if some examples in memory are to be skipped.
@@ -209,6 +211,7 @@ class Source:
     portable: bool = True
     kept_bytes: int = 0
     load: Callable[[], object] = _nothing
+    load_usable: Callable[[], object] | None = None
     skip: bool = False
     usable: Callable[[tf.Tensor], tf.Tensor] | None = None
     origin: Source | None = None

@@ -257,6 +257,16 @@ def test_an_id_that_exceeds_the_dtype_of_the_first_item_is_refused():
     assert bad.reason.endswith("; give all items one dtype, e.g. int64, by transform="), bad.reason
 
 
+def test_a_run_that_skips_bad_examples_skips_those_of_a_cached_source():
+    cached = inputs.from_random_access(Flawed(20), cache="memory", num_classes=5)
+    for source in (inputs.with_class_weight(cached, {0: 2.0}), cached):
+        pipeline = Pipeline(source, config(20, shuffle=False, on_bad_record="skip"))
+        (element,) = pipeline.dataset().take(1).as_numpy_iterator()
+        assert np.flatnonzero(element[2][0] == 0).tolist() == sorted(FLAWS)
+    with pytest.raises(ConfigError, match="train example 7 cannot be read"):
+        Pipeline(cached, config(20)).dataset()
+
+
 class Torn(helpers.Batches):
     """A batch in the middle has other sizes."""
 
