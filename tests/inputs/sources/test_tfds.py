@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.inputs import helpers
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source
+from tfpar.inputs.sources import tfds as tfds_source
 
 import numpy as np
 import pytest
@@ -105,6 +106,16 @@ def test_text_becomes_byte_windows(tmp_path, file_format):
     text = source.info.decode(x)
     assert all(f"text number {number}, " in text for number in range(20))
     assert np.array_equal(x.ravel()[1:], y.ravel()[:-1])
+
+
+def test_text_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
+    builder = helpers.prepare(helpers.TinyTexts, tmp_path)
+    monkeypatch.setattr(tfds_source, "_TEXT_BYTES", 0.6 * builder.info.splits["train"].num_bytes)
+    options = {"data_dir": str(tmp_path), "sequence_length": 10}
+    for part in ("train", "train[:90%]", "train+validation[50%:]"):
+        with pytest.raises(ConfigError, match=r"kept in memory.* --dataset='tfds:NAME:train\[:5%\],train\[5%:6%\]'"):
+            build_source(InputConfig(dataset=f"tfds:tiny_texts:{part}", **options), "train")
+    build_source(InputConfig(dataset="tfds:tiny_texts:train[:50%]", **options), "train")
 
 
 @pytest.mark.parametrize(
