@@ -89,9 +89,14 @@ def test_files_of_no_split_are_named(copy, caplog):
     assert "start neither with train nor with validation, as those of other files do: more.tfrecord. Rename" in message
 
 
+def test_a_pattern_of_the_training_files_takes_the_validation_files_beside_them(shards):
+    alone = f"{shards}/train*"
+    assert read(alone, validation_fraction=0.25).info.num_examples == 400
+    assert read(alone, "validation").info.files == read(shards, "validation").info.files
+
+
 def test_part_of_the_training_files_is_held_out_if_there_are_no_others(copy):
     alone = f"{copy}/train*"
-    assert read(alone, validation_fraction=0.25).info.num_examples == 400  # files of the other split lie beside them
     for path in copy.glob("validation*"):
         path.unlink()
     for pattern in (alone, copy):

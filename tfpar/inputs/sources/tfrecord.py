@@ -148,8 +148,9 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=tfrecord:GLOB`, a pattern or a directory of `.tfrecord` files.
 
     Files whose names start with `train` or `validation` belong to that split, and a warning names the others, which are
-    left out. If the pattern matches no such names, the last `--validation_fraction` of all records is held out; if it
-    matches only those of `train`, and the directory has none of `validation`, the last of theirs.
+    left out. If the pattern matches only those of `train`, those of `validation` in the same directory belong to it,
+    too; if there are none, the last `--validation_fraction` of the training records is held out. So is that of all
+    records if the pattern matches no such names.
 
     Args:
       argument: The pattern or directory.
@@ -167,7 +168,9 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     named = {part: [path for path in paths if os.path.basename(path).startswith(part)] for part in SPLITS}
     if any(named.values()) and split == "train":
         _warn_of_others(name, paths, [*named["train"], *named["validation"]])
-    if named["validation"] or (named["train"] and _has_validation(os.path.dirname(paths[0]))):
+    if named["train"] and not named["validation"]:
+        named["validation"] = _validation_files(os.path.dirname(paths[0]))
+    if named["validation"]:
         reader = _reader(named[split], features)
     else:
         whole = _reader(named["train"] or paths, features)
@@ -187,9 +190,9 @@ def _warn_of_others(name: str, paths: Sequence[str], used: Sequence[str]) -> Non
         )
 
 
-def _has_validation(folder: str) -> bool:
-    """Whether a directory has files of validation examples; a pattern for the training examples may not match them."""
-    return bool(tf.io.gfile.glob(os.path.join(glob.escape(folder), "validation*.tfrecord")))
+def _validation_files(folder: str) -> list[str]:
+    """Returns the files of validation examples in a directory; a pattern for the training examples matches none."""
+    return sorted(tf.io.gfile.glob(os.path.join(glob.escape(folder), "validation*.tfrecord")))
 
 
 def features_of(argument: str) -> Features:
