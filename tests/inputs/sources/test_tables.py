@@ -203,6 +203,29 @@ def test_names_with_special_characters(tmp_path):
     np.testing.assert_array_equal(y, [2, 4])
 
 
+@pytest.mark.parametrize(("suffix", "query"), [("tsv", ""), ("csv", "&delimiter=%09")])
+def test_fields_between_tabs_and_an_encoded_path(tmp_path, suffix, query):
+    for name in (f"t.{suffix}", f"a&b.{suffix}"):
+        (tmp_path / name).write_text("a,b\tc\n1\t2\n3\t4\n")
+    dataset = f"csv:{tmp_path}/t.{suffix}?label=c&validation={tmp_path}/a%26b.{suffix}{query}"
+    for split in ("train", "validation"):
+        assert build(dataset, split).info.input_spec == {"a,b": tf.TensorSpec([], tf.int32)}
+
+
+@pytest.mark.parametrize("whole", ["train", "validation"])
+def test_numbers_of_one_split_may_all_be_whole(tmp_path, whole):
+    for split in ("train", "validation"):
+        end = "" if split == whole else ".5"
+        (tmp_path / f"{split}.csv").write_text(f"x,price,kind\n1{end},-2{end},0\n2,1,1\n")
+    files = f"csv:{tmp_path}/train.csv?validation={tmp_path}/validation.csv&columns=x"
+    train, validation = inputs.build_splits(InputConfig(dataset=f"{files}&label=kind"))
+    assert train.info.input_spec == validation.info.input_spec == {"x": tf.TensorSpec([], tf.float32)}
+    assert train.info.label_spec.dtype == tf.int32
+    check_same_shapes(train.info, validation.info)
+    if whole == "validation":  # otherwise the label of the training examples is a class
+        np.testing.assert_array_equal(fetch_labels(build(f"{files}&label=price", "validation")), [-2.0, 1.0])
+
+
 class Frame:
     """A data frame by Arrow's protocol, as pandas and polars have it."""
 

@@ -27,6 +27,7 @@ import numpy as np
 _STRINGS = ("text", "index")
 _LAYOUTS = ("dict", "vector")
 _OPTIONS = ("label", "columns", "weight", "as", "strings", "fill", "validation", "delimiter")
+_LISTS = ("label", "columns", "fill")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -41,7 +42,7 @@ def from_table(
     strings: str = "text",
     fill: Mapping[str, Any] | None = None,
     categories: Mapping[str, Sequence[str]] | None = None,
-    delimiter: str = ",",
+    delimiter: str | None = None,
     split: str = "train",
     name: str = "table",
     on_bad_record: str = "fail",
@@ -61,7 +62,7 @@ def from_table(
         categories.
       fill: Values for missing entries, by column; missing entries of other columns are refused.
       categories: Categories of columns of strings, by column; by default those that occur, sorted.
-      delimiter: The character between the fields of CSV files.
+      delimiter: The character between the fields of CSV files; by default a tab in `.tsv` files, a comma in others.
       split: `"train"` or `"validation"`, for reports.
       name: For reports and errors.
       on_bad_record: What to do with values that are NaN or infinite: `"fail"` or `"skip"`.
@@ -99,7 +100,8 @@ def build(kind: str, argument: str, config: InputConfig, split: str) -> Source:
 
     Options: `label=COLUMN[,COLUMN]`, `columns=COLUMN,...`, `weight=COLUMN`, `as=dict|vector`, `strings=text|index`,
     `fill=COLUMN:VALUE,...`, `validation=PATTERN` (files of validation examples; otherwise `--validation_fraction` of
-    the rows is held out, by their hashed numbers), `delimiter=;`. Write `%26` for an `&` in a name, `%2C` for a comma.
+    the rows is held out, by their hashed numbers), `delimiter=;`. In a value, write `%26` for an `&`, `%25` for a `%`,
+    `%09` for a tab; in a name, `%2C` for a comma.
 
     Args:
       kind: `"csv"` or `"parquet"`.
@@ -113,11 +115,12 @@ def build(kind: str, argument: str, config: InputConfig, split: str) -> Source:
     name = f"{kind}:{argument}"
     pattern, options = _parse(name, argument)
     used = _columns_of(name, options)
-    delimiter = options.get("delimiter", ",")
+    delimiter = options.get("delimiter")
     read = functools.partial(_read_files, f"--dataset={name}", kind=kind, delimiter=delimiter, used=used)
     rows, files = read(_paths(f"--dataset={name}", pattern))
     if "validation" in options:
         other_rows, other_files = read(_paths(f"--dataset={name}", options["validation"]))
+        rows, other_rows = table_columns.with_common_types(rows, other_rows, used)
     else:
         held = _held_out(rows.num_rows, round(rows.num_rows * config.validation_fraction))
         other_rows, other_files = _filtered(rows, files, held)
@@ -154,7 +157,7 @@ def _source(name: str, rows: Any, files: _Files, used: Columns, split: str, on_b
 
 
 def _parse(name: str, argument: str) -> tuple[str, dict[str, str]]:
-    """Returns the pattern and the options after the last question mark."""
+    """Returns the pattern and the options after the last question mark, decoded but for lists: commas divide them."""
     pattern, mark, query = argument.rpartition("?")
     if not mark or "=" not in query:
         return argument, {}
@@ -163,7 +166,7 @@ def _parse(name: str, argument: str) -> tuple[str, dict[str, str]]:
         key, _, value = part.partition("=")
         if key not in _OPTIONS:
             raise unknown_name(f"--dataset={name}: option", key, _OPTIONS)
-        options[key] = value
+        options[key] = value if key in _LISTS else urllib.parse.unquote(value)
     return pattern, options
 
 
@@ -175,12 +178,11 @@ def _columns_of(name: str, options: Mapping[str, str]) -> Columns:
         if not colon:
             raise ConfigError(f"--dataset={name}: fill={part} is not COLUMN:VALUE. Write e.g. fill=age:0,city:unknown.")
         fill[urllib.parse.unquote(column)] = urllib.parse.unquote(value)
-    weight = options.get("weight")
     return Columns(
         label=names["label"],
         single_label=len(names["label"]) == 1,
         inputs=names["columns"] or None,
-        weight=urllib.parse.unquote(weight) if weight else None,
+        weight=options.get("weight") or None,
         layout=_checked(f"--dataset={name}: as", options.get("as", "dict"), _LAYOUTS),
         strings=_checked(f"--dataset={name}: strings", options.get("strings", "text"), _STRINGS),
         fill=fill,
@@ -198,7 +200,7 @@ def _checked(what: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def _read(name: str, table: Any, delimiter: str, used: Columns) -> tuple[Any, _Files]:
+def _read(name: str, table: Any, delimiter: str | None, used: Columns) -> tuple[Any, _Files]:
     """Returns a `pyarrow.Table` and the files it comes from."""
     pyarrow = _pyarrow(name)
     if isinstance(table, pyarrow.Table):
@@ -219,17 +221,20 @@ def _read(name: str, table: Any, delimiter: str, used: Columns) -> tuple[Any, _F
         ) from error
 
 
-def _read_files(name: str, paths: Sequence[str], *, kind: str, delimiter: str, used: Columns) -> tuple[Any, _Files]:
+def _read_files(
+    name: str, paths: Sequence[str], *, kind: str, delimiter: str | None, used: Columns
+) -> tuple[Any, _Files]:
     pyarrow = _pyarrow(name)
     from pyarrow import csv, parquet  # type: ignore[import-untyped]
 
-    if len(delimiter) != 1 or not delimiter.isascii():
+    if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii()):
         raise ConfigError(f"{name}: delimiter={delimiter!r} must be one ASCII character.")
     tables: list[Any] = []
     for path in paths:
         try:
             if kind == "csv":
-                tables.append(csv.read_csv(path, parse_options=csv.ParseOptions(delimiter=delimiter)))
+                between = delimiter or ("\t" if path.lower().endswith(".tsv") else ",")
+                tables.append(csv.read_csv(path, parse_options=csv.ParseOptions(delimiter=between)))
             else:
                 tables.append(table_columns.without_index(parquet.read_table(path), used))
         except (OSError, pyarrow.ArrowInvalid) as error:

@@ -83,6 +83,37 @@ def with_empty_as_missing(table: Any, columns: Collection[str]) -> Any:
     return table
 
 
+def with_common_types(rows: Any, other_rows: Any, used: Columns) -> tuple[Any, Any]:
+    """Returns two tables in which columns of one name have one type, where a type holds the values of both.
+
+    A column of a CSV file that happens to have whole numbers alone is one of integers. The type of an integer label
+    stays: it makes the label a class.
+
+    Args:
+      rows: The training examples (`pyarrow.Table`).
+      other_rows: The validation examples.
+      used: The roles of their columns.
+    """
+    import pyarrow
+
+    for column in rows.column_names:
+        if column not in other_rows.column_names:
+            continue
+        if column in used.label and pyarrow.types.is_integer(rows.column(column).type):
+            continue
+        both = [table.select([column]) for table in (rows, other_rows)]
+        try:
+            schema = pyarrow.unify_schemas([each.schema for each in both], promote_options="permissive")
+            cast = [each.column(column).cast(schema.field(column).type) for each in both]
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
+            continue  # an input whose types differ is refused when the specs of both splits are compared
+        rows, other_rows = (
+            table.set_column(table.column_names.index(column), column, values)
+            for table, values in zip((rows, other_rows), cast, strict=True)
+        )
+    return rows, other_rows
+
+
 def check_names(name: str, columns: Sequence[str]) -> None:
     """Refuses names that several columns have; `name` is the data set, for errors.
 
