@@ -9,6 +9,7 @@ from tfpar import cluster
 from tfpar.collectives import gloo_mesh
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel import topology as topologies
 from tfpar.parallel.topology import Topology, choose_topology
 
 import pytest
@@ -62,6 +63,30 @@ def test_chosen_topology(options, jobs, name, replicas):
 def test_refusals_say_what_to_do(options, jobs, message):
     with pytest.raises(ConfigError, match=message):
         choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "jobs", "name", "replicas"),
+    [
+        ({}, None, "mirrored", 2),
+        ({"strategy": "one_device"}, None, "one_device", 1),
+        ({}, WORKERS, "multi_worker", 4),
+        ({}, SERVERS, "parameter_server", 2),
+        ({"devices": 1}, SERVERS, "parameter_server", 2),
+    ],
+)
+def test_chosen_topology_with_two_gpus(monkeypatch, options, jobs, name, replicas):
+    monkeypatch.setattr(topologies, "count_gpus", lambda: 2)
+    topology = choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+    assert (topology.name, topology.replicas, topology.device_type) == (name, replicas, "GPU")
+
+
+def test_a_worker_of_parameter_servers_uses_one_of_two_gpus(monkeypatch):
+    monkeypatch.setattr(topologies, "count_gpus", lambda: 2)
+    topology = choose_topology(StrategyConfig(), of_cluster(**SERVERS))
+    assert strategies._server_options(topology).gpu_options.visible_device_list == "0"
+    with pytest.raises(ConfigError, match=r"--devices=2: --strategy=parameter_server runs one replica per worker"):
+        choose_topology(StrategyConfig(devices=2), of_cluster(**SERVERS))
 
 
 def test_a_tpu_slice_is_one_process_fed_by_its_hosts():

@@ -304,6 +304,7 @@ def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleCluste
 def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     assert topology.cluster is not None
+    _local_devices(topology)
     failure.install_peer_loss_hook(topology.cluster)
     with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.is_chief:
@@ -316,6 +317,7 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
             job_name=resolver.task_type,
             task_index=resolver.task_id,
             protocol="grpc",
+            config=_server_options(topology),
             start=True,
         )
     _restrict_port(topology)
@@ -323,6 +325,18 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
     exit_codes.restore_default_signals()
     server.join()
     raise AssertionError("a TensorFlow server runs until its process is ended")
+
+
+def _server_options(topology: Topology) -> tf.compat.v1.ConfigProto:
+    """Options of the TensorFlow server of a worker or parameter server, with its first GPU alone.
+
+    `ParameterServerStrategy` (2.21) runs a replica on each GPU of a worker, and `tf.config.set_visible_devices` has no
+    effect on servers.
+    """
+    options = tf.compat.v1.ConfigProto()
+    if topology.device_type == "GPU":
+        options.gpu_options.visible_device_list = "0"
+    return options
 
 
 def _check_listens(address: str) -> None:

@@ -208,8 +208,8 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
             "CUDA_VISIBLE_DEVICES=-1 to split the CPU into logical devices."
         )
     workers = cluster.num_workers if cluster is not None and name == "multi_worker" else 1
-    unasked = 1 if name == "one_device" else gpus or devices_of_worker(config.mesh, workers)
-    devices = config.devices or unasked
+    of_one = name in ("one_device", "parameter_server")
+    devices = config.devices or (1 if of_one else gpus or devices_of_worker(config.mesh, workers))
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
         common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains independently"
@@ -320,7 +320,10 @@ def _tpu_topology(config: StrategyConfig, reason: str, cluster: ClusterInfo | No
 
 def _parameter_server_topology(cluster: ClusterInfo, devices: int, common: dict[str, Any]) -> Topology:
     if devices > 1:
-        raise ConfigError(f"--devices={devices}: parameter_server runs one replica per worker; leave --devices at 0.")
+        raise ConfigError(
+            f"--devices={devices}: --strategy=parameter_server runs one replica per worker. Leave it out, and start "
+            "more workers on a machine with several GPUs."
+        )
     jobs = cluster.cluster
     if not jobs.get("chief") or not jobs.get("worker") or not jobs.get("ps"):
         raise ConfigError(
