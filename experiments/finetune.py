@@ -82,8 +82,31 @@ def backbone_of(preset: str, config: tfpar.ExperimentConfig, spec: tfpar.models.
         whole = tfpar.load_model(preset, flag="--preset")
     else:
         whole = tfpar.models.build(config.model.model, spec, **config.model.arguments())
-    last = [layer for layer in whole.layers if layer.weights][-1]
-    return keras.Model(whole.input, last.input, name="backbone")
+    flag = f"--preset={preset}" if preset else f"--model={config.model.model}"
+    graph, features = before_last_weights(whole, flag)
+    return keras.Model(graph.input, features, name="backbone")
+
+
+def before_last_weights(whole: keras.Model, flag: str) -> tuple[keras.Model, Any]:
+    """The graph of a model, and what its last call of a layer with weights takes.
+
+    `layers` has another order: each layer comes where it is called first, and the table of token embeddings may also
+    make the logits.
+    """
+    from tfpar.optim import keras_calls
+
+    graph = keras_calls.graph_of(whole)
+    calls = {} if graph is None else {id(one): call for call in keras_calls.graph_nodes(graph) for one in call.outputs}
+    tensors = [] if graph is None else graph.outputs
+    while len(tensors) == 1 and (call := calls.get(id(tensors[0]))):
+        tensors = call.input_tensors
+        if len(tensors) == 1 and getattr(call.operation, "weights", False):
+            return graph, tensors[0]
+    raise ConfigError(
+        f"{flag}: the model has no single last layer with weights that a new head could replace: it is not a graph of "
+        "layers (keras.Sequential, or keras.Model(inputs, outputs)), or its outputs come from several. Give a model "
+        "that ends in one, such as its backbone with one Dense layer."
+    )
 
 
 def with_head(backbone: keras.Model, spec: tfpar.models.TaskSpec) -> keras.Model:

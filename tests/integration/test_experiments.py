@@ -293,13 +293,25 @@ def test_fine_tuning_changes_the_weights_that_it_is_told(pretrained, tmp_path, t
         assert (not np.array_equal(new[name], old[name])) == ("block" in changed), name
 
 
+def test_fine_tuning_keeps_all_but_the_last_call_of_a_layer(tmp_path):
+    """The table of the token embeddings makes the logits of this model, after the last norm."""
+    flags = ["--model=transformer_lm_tiny", "--dataset=synthetic:tokens:32", "--sequence_length=8"]
+    short = ["--epochs=0", "--steps=1", "--jit_compile=false", "--global_batch_size=8"]
+    succeeded(script("finetune", *flags, *short, f"--workdir={tmp_path}"))
+    paths = [weight.path for weight in keras.saving.load_model(tmp_path / "model.keras").weights]
+    assert {"token_embedding/embeddings", "final_norm/gamma", "head/kernel"} <= {*paths}
+
+
 def test_fine_tuning_of_a_model_by_name_and_what_is_refused(tmp_path):
     result = script("finetune", "--epochs=0", "--steps=2", "--model=mlp", "--jit_compile=false")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "training 1,290 of 50,826 parameters (2.5 %): --trainable=^head/" in result.stdout + result.stderr
     inputs = keras.Input((32, 32, 3))  # digits are grey, which may become colours, but smaller
     keras.Model(inputs, keras.layers.Dense(7)(keras.layers.Flatten()(inputs))).save(tmp_path / "large.keras")
+    twice = keras.layers.Dense(7)(inputs) + keras.layers.Dense(7)(inputs)
+    keras.Model(inputs, twice).save(tmp_path / "two.keras")
     for flags, said in [
+        ([f"--preset={tmp_path}/two.keras"], "two.keras: the model has no single last layer with weights"),
         ([f"--preset={tmp_path}/large.keras"], "the model takes inputs of shape (32, 32, 3), the data have (8, 8, 1)."),
         (["--preset=nowhere"], "error: --preset=nowhere is neither a .keras file nor a directory"),
         (["--preset=nowhere.keras"], "error: --preset=nowhere.keras"),
