@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.graphs import ancestors
 from tfpar.inputs import Weighted
 from tfpar.training.core import Core
+from tfpar.training.model.support import own_metrics
 from tfpar.training.objective import Goal, LocalSums, Objective, ObjectiveSums, SupervisedObjective, Totals
 from tfpar.training.pipeline.step import PipelineCore
 
@@ -90,6 +91,29 @@ def test_padding_contributes_nothing():
     assert padded.count.numpy() == 5
     for one, other in zip(tf.nest.flatten(padded), tf.nest.flatten(cut), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class LogMeter(keras.layers.Layer):
+    """Counts the logarithm of its inputs, which of padding is no number."""
+
+    def __init__(self):
+        super().__init__()
+        self.meter = keras.metrics.Mean(name="log")
+
+    def call(self, x):
+        self.meter.update_state(keras.ops.log(x))
+        return x
+
+
+def test_own_metrics_of_padding_alone_are_zero():
+    model = keras.Sequential([keras.Input((5,)), LogMeter(), keras.layers.Dense(3)])
+    objective = SupervisedObjective(model, Goal(SPARSE))
+    core = Core(model, objective, model_metrics=own_metrics(model))
+    x, y, weight = batch(1, 8, np.zeros((1, 8)))
+    data = tf.zeros_like(x), y, weight
+    assert [part.numpy().tolist() for part in run(core, data).metrics] == [0.0, 0.0]
+    evaluated = core.evaluate(values(model.trainable_variables), values(model.non_trainable_variables), data)
+    assert [part.numpy().tolist() for part in evaluated.metrics] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -385,5 +385,8 @@ class _NewlyAssignedError(Exception):
 
 
 def _of_examples(sums: Tensors, count: tf.Tensor) -> Tensors:
-    """The sums of the model's own metrics, or zeros if no example counts, because a replica may get only padding."""
-    return [each * tf.cast(count > 0.0, tf.float32) for each in sums]
+    """The sums of the model's own metrics, or zeros if no example counts, because a replica may get only padding.
+
+    What a metric makes of padding, which is zeros, may be no number.
+    """
+    return [tf.where(count > 0.0, each, tf.zeros_like(each)) for each in sums]
