@@ -11,6 +11,7 @@ from tfpar.parallel.traced_gradients import graphs_released
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import ops
 
 
 @tf.custom_gradient
@@ -33,6 +34,24 @@ def test_a_function_can_still_be_differentiated_and_then_ends():
     del function, graph, tape
     gc.collect()
     assert ended() is None
+
+
+def test_another_thread_may_register_and_remove_gradients_at_the_same_time():
+    registered = ops.gradient_registry._registry
+
+    class Name(str):
+        """Changes the registry when it is looked at, as another thread may."""
+
+        def startswith(self, prefix):
+            registered[f"{self}-of-another-thread"] = registered.pop(self, None)
+            return False
+
+    registered[Name("tfpar-test")] = {}
+    try:
+        with graphs_released():
+            pass
+    finally:
+        assert registered.pop("tfpar-test-of-another-thread") == {}
 
 
 def dense() -> keras.Model:

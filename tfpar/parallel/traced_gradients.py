@@ -52,7 +52,10 @@ def graphs_released() -> Iterator[None]:
 
 def _release() -> None:
     registered = ops.gradient_registry._registry
-    for name, entry in [pair for pair in registered.items() if pair[0].startswith(_PREFIX)]:
+    # Another thread may trace, or end its own graphs, at the same time.
+    for name, entry in registered.copy().items():
+        if not name.startswith(_PREFIX):
+            continue
         function = entry["type"]
         if not isinstance(function, _OfGraph):
             graph = _graph_of(function)
@@ -62,7 +65,7 @@ def _release() -> None:
                 getattr(graph, _KEPT).append(function)
                 entry["type"] = _OfGraph(function)
         elif function.function() is None:
-            del registered[name]
+            registered.pop(name, None)
 
 
 def _graph_of(function: Any) -> tf.Graph | None:
