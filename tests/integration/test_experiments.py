@@ -109,6 +109,15 @@ def test_export_is_checked_against_the_model(quickstart, tmp_path, kind):
     assert "exists" in again.stderr
 
 
+def test_export_sees_16_bits_in_a_nested_model(tmp_path):
+    inner = keras.Sequential([keras.layers.Dense(4, dtype="mixed_bfloat16")])
+    keras.Sequential([keras.Input((5,)), inner, keras.layers.Dense(3)]).save(tmp_path / "model.keras")
+    flags = [f"--model_file={tmp_path}/model.keras", "--dataset=synthetic:5:3:64", f"--output={tmp_path}/new"]
+    refused = script("export", *flags, "--format=onnx")
+    assert refused.returncode == 2
+    assert "model.keras computes in bfloat16, for which ONNX has no convolutions" in refused.stderr
+
+
 TINY = [
     QUICK,
     "--epochs=0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 
@@ -63,6 +64,28 @@ def test_a_saved_policy_plays_in_the_environment_of_its_run(plain, command):
     result = json.loads(ended.stdout)
     assert (result["env"], result["episodes"]) == ("envpool:CartPole-v1", 100)
     assert result["return"] == result["length"] > 7.0
+
+
+def run(command: str, *flags: str, **environ: str):
+    line = [sys.executable, f"experiments/{command}.py", *flags]
+    return nursery.run(line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environ}, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("evaluate", "--devices=2"), ("evaluate", "--split=train"), ("export", "--dataset=digits")],
+)
+def test_options_without_effect_on_a_policy_are_refused(plain, tmp_path, command, flag):
+    output = [f"--output={tmp_path}/new"] if command == "export" else []
+    ended = run(command, f"--model_file={plain[2]}/model.keras", "--seed=1", flag, *output)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(f"error: {flag.partition('=')[0]} has no effect here: {plain[2]}/model.keras is a")
+
+
+def test_of_several_workers_the_chief_evaluates_a_policy(plain):
+    workers = {"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 1}}
+    ended = run("evaluate", f"--model_file={plain[2]}/model.keras", TF_CONFIG=json.dumps(workers))
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
 
 
 def test_ataris_pictures_have_their_frames_behind():

@@ -1,7 +1,7 @@
 """Evaluates a trained model on a data set, on any synchronous strategy.
 
 Data set, held-out share, window and seed are by default those of the run in whose workdir the model is. A policy of
-reinforcement learning plays 100 episodes, as with `tfpar play`.
+reinforcement learning plays 100 episodes on one device, as with `tfpar play`; of the options, only the seed is for it.
 
   tfpar evaluate --model_file=runs/quickstart/model.keras
 """
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import tfpar
+from tfpar import cluster
 from tfpar.checkpoint.keras_file import gives_probabilities
 from tfpar.commands import play
 from tfpar.config import ConfigError, StrategyConfig, catalog, flags
@@ -30,6 +31,7 @@ _OPTIONS = (
     *("precision", "tf32", "loss_weighting", "jit_compile", "shard", "eval_batch_size", "eval_steps", "seed"),
     *("deterministic", "verbose", "tensorflow_log"),
 )
+_OF_POLICY = ("seed", "verbose", "tensorflow_log")
 
 
 def run(argv: Sequence[str] | None = None, program: str = "") -> None:
@@ -56,7 +58,10 @@ def main(_: list[str]) -> None:
         )
     tfpar.check_model_file(given.model_file)
     if env := play.trained_in(given.model_file):
-        play.play_file(given.model_file, env, episodes=_EPISODES, seed=config.train.seed)
+        play.check_options(given.model_file, {*_OPTIONS, "split"}.difference(_OF_POLICY))
+        workers = cluster.detect()
+        if workers is None or workers.is_chief:
+            play.play_file(given.model_file, env, episodes=_EPISODES, seed=config.train.seed)
         return
     catalog.check_built_in(config)
     import keras  # here, so that --help and a wrong flag need not wait for TensorFlow

@@ -41,6 +41,7 @@ _OPTIONS = (
     *("dataset", "data_dir", "sequence_length", "validation_fraction", "image_size", "resize", "crop", "cache"),
     *("on_bad_record", "tf32", "seed", "verbose", "tensorflow_log"),
 )
+_OF_POLICY = ("tf32", "seed", "verbose", "tensorflow_log")
 
 
 def run(argv: Sequence[str] | None = None, program: str = "") -> None:
@@ -86,10 +87,11 @@ def _loaded(config: ExperimentConfig, model_file: str, examples: int) -> tuple[k
     import numpy as np
 
     if play.trained_in(model_file):
+        play.check_options(model_file, {*_OPTIONS}.difference(_OF_POLICY))
         tfpar.initialize(config)
         policy = tfpar.load_model(model_file)
         shape = [examples, *policy.inputs[0].shape[1:]]
-        return policy, np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        return policy, np.random.default_rng(config.train.seed).normal(size=shape).astype(np.float32)
     config = tfpar.examples_of_run(config, model_file, flags.is_given)
     # No batch is trained on, so none need be divisible by the number of replicas.
     config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
@@ -211,6 +213,7 @@ def main(_: list[str]) -> None:
     tfpar.check_model_file(given.model_file)
     catalog.check_built_in(config)
     # Here, so that --help and a wrong flag need not wait for TensorFlow.
+    from tfpar.optim import keras_internals
     from tfpar.training.model.adapting import merge_adapters
 
     import keras
@@ -218,13 +221,14 @@ def main(_: list[str]) -> None:
     model, x = _loaded(config, given.model_file, given.examples)
     if merged := merge_adapters(model):
         print(f"adapters of {merged} layers are merged into their kernels")
-    if given.format == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
+    computed_in = {layer.compute_dtype for layer in keras_internals.all_layers(model)}
+    if given.format == "onnx" and "bfloat16" in computed_in:
         raise ConfigError(
             f"--format=onnx: {given.model_file} computes in bfloat16, for which ONNX has no convolutions. Use "
             "--format=saved_model, or train with --precision=float32."
         )
     expected = keras.tree.flatten(model.predict_on_batch(x))  # also traces the model, which Keras' exporters need
-    short = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model.layers)
+    short = computed_in & {"float16", "bfloat16"}
     tolerance = given.tolerance if given.tolerance is not None else 1e-2 if short else 1e-4
     difference = 0.0
 

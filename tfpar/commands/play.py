@@ -13,7 +13,7 @@ import contextlib
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tfpar
 from tfpar.config import ConfigError, flags
@@ -60,6 +60,23 @@ def trained_in(model_file: str) -> str:
 
     saved = checkpointer.saved_config(pathlib.Path(model_file).parent) or {}
     return str(saved.get("env", ""))
+
+
+def check_options(model_file: str, ignored: Iterable[str]) -> None:
+    """Refuses given options that have no effect because a file is a policy.
+
+    Args:
+      model_file: The .keras file of the policy.
+      ignored: Names of the options that are about models of data sets.
+
+    Raises:
+      ConfigError: One of them was given.
+    """
+    if given := sorted(filter(flags.is_given, ignored)):
+        raise ConfigError(
+            f"--{given[0]} has no effect here: {model_file} is a policy of reinforcement learning, which needs no data "
+            "set and acts on one device. Leave it out."
+        )
 
 
 def play_file(model_file: str, env: str, *, episodes: int, seed: int) -> None:
