@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import tracemalloc
 
 import tfpar_ops
 from tfpar_ops import checksums, library
@@ -41,3 +42,16 @@ def test_checksums_are_those_of_tensorflow(implementation, tmp_path, monkeypatch
     assert tfpar_ops.masked_crc32c([]).tolist() == []
     for record in (b"", b"ab", b"abcdefgh" * 40):  # alone, too: what others have beside it does not matter
         assert checksums.masked_crc32c([record]).tolist() == stored([record], tmp_path / "one")
+
+
+def test_a_long_record_makes_the_others_no_longer(tmp_path):
+    """Without the native library. What is allocated shows it: the time depends on the machine."""
+    records = [os.urandom(length) for length in (*range(60, 130), 200_000, *range(60, 130))]
+    tracemalloc.start()
+    try:
+        found = checksums._in_numpy(records)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.tolist() == stored(records, tmp_path / "records")
+    assert peak < 4 * sum(map(len, records))
