@@ -50,7 +50,8 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
         return
     yield _check_version("tensorflow", facts["tensorflow"])
     yield from _check_keras(facts.get("keras", {"error": error}))
-    yield from _check_gpus(facts)
+    installed = _nvidia_smi()
+    yield from _check_gpus(facts, installed)
     wrong = [f"{result['device']} computes wrong results" for result in facts["xla"] if not result["right"]]
     if error or wrong or not facts["xla"]:
         problem = ", ".join(wrong) or error or "not tried"
@@ -69,7 +70,7 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
     else:
         yield Check("tfpar_ops", OK, ops["status"])
         if "built" in ops:
-            yield _check_ops_cuda(ops["built"], facts)
+            yield _check_ops_cuda(ops["built"], facts, installed)
     transport = facts.get("transport", {"error": "not tried"})
     if "gloo" in transport:
         found = (
@@ -100,8 +101,8 @@ def _check_keras(keras: dict[str, Any]) -> Iterator[Check]:
     )
 
 
-def _check_gpus(facts: dict[str, Any]) -> Iterator[Check]:
-    seen, installed = facts.get("gpus", []), _nvidia_smi()
+def _check_gpus(facts: dict[str, Any], installed: list[str]) -> Iterator[Check]:
+    seen = facts.get("gpus", [])
     names = [
         f"{gpu.get('device_name', 'GPU')} (compute capability {gpu.get('compute_capability', '?')})" for gpu in seen
     ]
@@ -133,12 +134,13 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("nccl", status, "no kernels; several GPUs would communicate through the CPU")
 
 
-def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
+def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any], installed: list[str]) -> Check:
     """Whether the GPU kernels of tfpar_ops run with this TensorFlow, on these GPUs and their driver.
 
     Args:
       built: What setup.py noted beside the library: `cuda`, `cuda_capabilities`; empty where there is none.
       facts: Of the probe.
+      installed: From `_nvidia_smi`.
     """
     name, gpus = "tfpar_ops cuda", facts.get("gpus", [])
     theirs = facts.get("build", {}).get("cuda_version", "")
@@ -164,7 +166,8 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
             "Build again without TFPAR_CUDA_ARCHITECTURES (python setup.py build_ext --inplace), hide this GPU with "
             "CUDA_VISIBLE_DEVICES, or train with --exchange=none.",
         )
-    major, drivers = int(ours.split(".")[0]), [int(line.rsplit(",", 1)[-1].split(".")[0]) for line in _nvidia_smi()]
+    versions = (re.match(r"\d+", line.rpartition(", ")[2]) for line in installed)
+    major, drivers = int(ours.split(".")[0]), [int(found[0]) for found in versions if found]
     needed = _OLDEST_DRIVER.get(major)
     if needed and drivers and min(drivers) < needed:
         found = f"{detail}; its kernels need driver {needed} or later, and this machine has {min(drivers)}"
@@ -191,7 +194,7 @@ def _capability(gpu: dict[str, str]) -> tuple[int, ...]:
 
 
 def _nvidia_smi() -> list[str]:
-    """Name, memory and driver of each GPU that the driver shows."""
+    """Name, memory and driver of each GPU that the driver shows; what it does not know is a word such as [N/A]."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
