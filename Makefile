@@ -33,6 +33,9 @@ FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nv
   $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 # By the value of TFPAR_GLOO, which may come from what was last built.
 GLOO_STAMP := $(VENV)/.tfpar-gloo$(TFPAR_GLOO)
+GLOO_HEADERS := $(GLOO_HOME:=/include/gloo/config.h) $(addsuffix /gloo/config.h,/usr/local/include /usr/include)
+FIND_GLOO := ls $(GLOO_HEADERS) 2> /dev/null | head -n 1
+GLOO_FOUND := $(shell $(FIND_GLOO))
 BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
 # Another TensorFlow needs another library.
@@ -83,13 +86,18 @@ $(PACKAGES): setup.py pyproject.toml tfpar/__init__.py $(TOOLS)
 	@touch $@
 
 # Gloo, over which the transport between workers runs. Only root can install it; without it, TensorFlow's takes its place.
-GLOO = test "$(TFPAR_GLOO)" = 0 || test -e /usr/include/gloo/config.h || test -n "$$GLOO_HOME" || \
+GLOO = test "$(TFPAR_GLOO)" = 0 || $(FIND_GLOO) | grep -q . || test -n "$$GLOO_HOME" || \
   test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq libgloo-dev; } || \
-  echo "libgloo-dev could not be installed: the library is built without a transport of its own"
+  echo "libgloo-dev could not be installed: the library is built without a transport of its own." \
+    "Once Gloo is there, make setup TFPAR_GLOO=1 builds it, or says what is missing"
 
-$(GLOO_STAMP): | $(TOOLS)
+# It holds where Gloo is, and changes only with that. `make setup` tries again to install it; what needs a set-up does not.
+ifneq ($(GLOO_FOUND),$(shell cat $(GLOO_STAMP) 2> /dev/null))
+$(GLOO_STAMP): missing
+endif
+$(GLOO_STAMP): $(if $(GLOO_FOUND),,$(if $(filter setup,$(MAKECMDGOALS)),missing)) | $(TOOLS)
 	@$(GLOO)
-	@touch $@
+	@test -e $@ && test "$$($(FIND_GLOO))" = "$$(cat $@)" || $(FIND_GLOO) > $@
 
 # In place and incremental: only what changed is compiled.
 ifneq ($(BUILDS),$(BUILT))
@@ -98,7 +106,7 @@ endif
 ifneq ($(shell $(TENSORFLOW)),$(BUILT_FOR))
 $(STAMP): missing
 endif
-$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing) | $(GLOO_STAMP)
+$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing) $(GLOO_STAMP)
 	@env -u MAKEFLAGS $(RUN) setup.py --quiet build_ext --inplace
 	@printf '%s\n' 'TFPAR_GLOO ?= $(TFPAR_GLOO)' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
 	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)

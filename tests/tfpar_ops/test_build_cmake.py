@@ -187,6 +187,35 @@ def test_a_build_without_gloo_says_why(tmp_path):
         assert re.search(re.escape(before + other) + ".*error: #error contexts are gone", printed)
 
 
+def test_the_library_is_built_again_when_gloo_comes_or_goes(tmp_path):
+    """With the Makefile itself, in an environment whose Python only shows what it is called with."""
+    environment, home = tmp_path / "venv", tmp_path / "gloo"
+    python, header = environment / "bin" / "python", home / "include" / "gloo" / "config.h"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    for name in (".tfpar-tools", ".tfpar-packages"):
+        (environment / name).touch()
+
+    def builds(target: str = f"{environment}/.tfpar-installed", *, dry: bool = False) -> str:
+        options = [f"VENV={environment}", f"GLOO_HOME={home}", f"GLOO_HEADERS={header}", "TFPAR_GLOO="]
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        command = ["make", "-C", str(ROOT), *(["--dry-run"] if dry else []), *options, target]
+        return subprocess.run(command, env=plain, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert "build_ext" in builds()
+    assert ["build_ext" in builds(target) for target in ("setup", "setup")] == [False, False]
+    # It is `make setup` that tries to install it.
+    assert ["libgloo-dev" in builds(target, dry=True) for target in ("setup", "lint")] == [True, False]
+    header.parent.mkdir(parents=True)
+    header.touch()
+    os.utime(header, (0, 0))  # a package has the times of its making
+    assert ["build_ext" in builds() for _ in range(2)] == [True, False]
+    assert "libgloo-dev" not in builds("setup", dry=True)
+    header.unlink()
+    assert ["build_ext" in builds() for _ in range(2)] == [True, False]
+
+
 def test_an_nvcc_that_knows_only_some_gpus(tmp_path, nvcc):
     """The last one it knows is also there as PTX, for those to come."""
     found, printed = find_nvcc(tmp_path, CUDA_HOME=str(tmp_path))
