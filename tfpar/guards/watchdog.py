@@ -91,7 +91,8 @@ class Watchdog:
         while not self._done.wait(interval):
             # For a call that hangs while holding Python's lock, so that this thread cannot run either: TensorFlow 2.21
             # does so when it sends a new function to a remote worker that does not answer. Python then shows the stacks
-            # and ends the process with exit code 1, from a thread that needs no lock.
+            # and ends the process with exit code 1, from a thread that needs no lock. That thread has no other clock
+            # than one that goes on while the process is stopped: after a longer stop it may end the process at once.
             faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=stderr)
             what, since, limit = self._due
             state = since, self._count() if self._count else 0
