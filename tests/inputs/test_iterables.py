@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tfpar import inputs
-from tfpar.config import ConfigError
+from tfpar.config import ConfigError, TrainingError
 
 import numpy as np
 import pytest
@@ -77,6 +77,32 @@ def test_structures_weights_and_text():
     np.testing.assert_array_equal(y, Y)
     assert weight.tolist() == [0.5] * 7
     assert weight.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({"y": 1.7}, "an element's part 1 is float64, but that of the first element is int64. Convert it"),
+        ({"pixels": np.array([300, -5])}, "part 0/pixels does not fit .* range from -5 to 300, but uint8 holds"),
+        ({"id": 2**33}, "part 0/id does not fit .* but int32 holds"),
+        ({"y": None}, "part 1 is object, but that of the first element is int64"),
+        ({"word": 7}, "part 0/word is int64, but that of the first element is text"),
+        ({"value": "7"}, "part 0/value is <U1, but that of the first element is float32"),
+    ],
+)
+def test_values_that_the_first_dtypes_do_not_hold_are_refused(later, message):
+    first = {"pixels": np.uint8([1, 2]), "id": np.int32(3), "word": "a", "value": np.float32(0.5)}
+    y = later.pop("y", 2)
+    data = Items([first, first | later], [1, y])
+    with pytest.raises(TrainingError, match=message):
+        inputs.from_iterable(data).counted(told=False)
+
+
+def test_values_of_other_dtypes_that_fit_are_kept():
+    data = Items([np.uint8([1]), np.array([255])], np.array([1, True], object), [np.float32(0.5), np.float64(2)])
+    x, y, weight = read(inputs.from_iterable(data))
+    np.testing.assert_array_equal(x, [[1], [255]])
+    assert (x.dtype, y.tolist(), weight.tolist()) == (np.uint8, [1, 1], [0.5, 2])
 
 
 def test_elements_of_one_length_are_batches_unless_told_otherwise():

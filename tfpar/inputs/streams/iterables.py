@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.inputs import structures
+from tfpar.inputs.sources.columns import dtypes
 from tfpar.inputs.streams.source import StreamSource, from_dataset, is_batched
 from tfpar.inputs.structures import Structure
 
@@ -33,7 +34,8 @@ def from_iterable(
 
     Args:
       data: An iterable of `x`, `(x, y)` or `(x, y, sample_weight)`, as tuples or lists; each part is an array, a tensor
-        or a structure of these. All elements have the shapes and kinds of the first one.
+        or a structure of these. All elements have the shapes and kinds of the first one: an error ends the run if it
+        has integers and a later one has other numbers, or integers that its dtype does not hold.
       sharding: As for `from_dataset`: with `"example"` the iterable must be the same on every worker (if it shuffles,
         it needs the same seed); with `"worker"` it is this worker's own share.
       batched: Whether elements are batches, of any size. By default they are if all their arrays have a first dim of
@@ -62,7 +64,9 @@ def from_iterable(
         signature = tf.nest.map_structure(
             lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if whole else spec, first()[1]
         )
-        return tf.data.Dataset.from_generator(lambda: _elements(data), output_signature=signature)
+        # tf.data casts arrays as NumPy does: it would cut off fractions, and wrap integers.
+        elements = functools.partial(_checked_elements, data, tf.nest.flatten(signature))
+        return tf.data.Dataset.from_generator(elements, output_signature=signature)
 
     return from_dataset(
         make,
@@ -89,6 +93,33 @@ def _first(name: str, data: Iterable[Any]) -> tuple[str, Structure]:
     leaves = tf.nest.flatten(element)
     parts = [str((leaf.shape, leaf.dtype)).encode() + leaf.tobytes() for leaf in leaves]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16], tf.nest.map_structure(_spec, element)
+
+
+def _checked_elements(data: Iterable[Any], specs: Sequence[tf.TensorSpec]) -> Iterator[tuple[Structure, ...]]:
+    """Yields the elements of one pass; refuses values that the dtypes of the first element do not hold."""
+    expected = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
+    for element in _elements(data):
+        for place, (value, dtype) in enumerate(zip(tf.nest.flatten(element), expected, strict=False)):
+            if value.dtype != dtype and (error := _misfit(value, dtype)):
+                path = structures.named_leaves(element)[place][0] or "x"
+                raise ConfigError(f"an element's part {path} {error}. Convert it in the iterable")
+        yield element
+
+
+def _misfit(values: np.ndarray, dtype: np.dtype) -> str:
+    """Says why a dtype does not hold some values, in words whose subject is the values; empty if it does."""
+    if dtype.hasobject:
+        fits = dtypes.is_text(values)
+    elif dtype.kind in "iu" and values.dtype.kind in "iu":
+        try:
+            dtypes.as_stored(values, dtype)
+        except ValueError as error:
+            return f"does not fit the first element's dtype: {error}"
+        return ""
+    else:
+        fits = values.dtype.kind not in "SU" and np.can_cast(values.dtype, dtype, "same_kind")
+    kind = "text" if dtype.hasobject else dtype
+    return "" if fits else f"is {values.dtype}, but that of the first element is {kind}"
 
 
 def _elements(data: Iterable[Any]) -> Iterator[tuple[Structure, ...]]:
