@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import (
@@ -77,6 +78,47 @@ def test_an_evaluation_has_each_example_once(replicas, workers):
             assert np.array_equal(row[0][real], x[place[real]])
             seen += place[real].tolist()
     assert sorted(seen) == list(range(N))
+
+
+@pytest.mark.parametrize("batched", [0, 5])
+def test_a_generator_is_counted_up_to_what_is_read(batched):
+    x, y = arrays()
+    given = []
+
+    def endless():
+        for number in itertools.count():
+            given.append(number)
+            yield x[number % N], y[number % N]
+
+    signature = tf.TensorSpec([3], tf.float32), tf.TensorSpec([], tf.int32)
+    dataset = tf.data.Dataset.from_generator(endless, output_signature=signature)
+    source = from_dataset(dataset.batch(batched) if batched else dataset).counted(read=2 * BATCH)
+    assert source.examples == 2 * BATCH
+    assert len(given) <= 2 * BATCH + 64
+    found = elements(build_pipeline(source, config(), training=False), 0, 1000)
+    assert np.array_equal(np.concatenate([row[0] for row in found]).reshape(-1, 3), x[: 2 * BATCH])
+    assert from_dataset(dataset.take(9)).counted(read=2 * BATCH).examples == 9
+
+
+@pytest.mark.parametrize(
+    ("regroup", "examples", "reads"),
+    [
+        (lambda dataset: dataset, N, 0),
+        (lambda dataset: dataset.batch(5, drop_remainder=True), 20, 0),
+        (lambda dataset: dataset.batch(5), N, N),
+        (lambda dataset: dataset.filter(lambda *_: True), N, N),
+    ],
+)
+def test_only_examples_whose_number_is_not_known_are_counted(regroup, examples, reads):
+    read = tf.Variable(0)
+
+    def counting(x, y):
+        with tf.control_dependencies([read.assign_add(1)]):
+            return tf.identity(x), y
+
+    source = from_dataset(regroup(tf.data.Dataset.from_tensor_slices(arrays()).map(counting)))
+    assert source.counted().examples == examples
+    assert int(read) == reads
 
 
 def test_workers_with_streams_of_their_own():

@@ -127,16 +127,28 @@ def test_an_endless_stream_needs_steps():
     assert (result["steps"], result.epoch) == (12, [0])
 
 
-def test_an_evaluation_of_so_many_steps_reads_the_beginning_of_an_endless_stream():
-    whole, endless = dataset().take(1), dataset().repeat()
+class Endless:
+    """Batches without an end; tf.data does not know that there is none."""
+
+    def __iter__(self):
+        return iter(dataset().repeat().as_numpy_iterator())
+
+
+@pytest.mark.parametrize("endless", [lambda: dataset().repeat(), Endless], ids=["dataset", "iterable"])
+def test_an_evaluation_of_so_many_steps_reads_the_beginning_of_an_endless_stream(endless):
+    whole, endless = dataset().take(1), endless()
     size = len(next(iter(whole))[1])
     trainer = trainer_on(eval_batch_size=size, eval_steps=1)
     result = trainer.fit(dataset(), steps=2, validation=endless)
     found = trainer.evaluate(endless, steps=1)
     assert found == trainer.evaluate(whole) == result["eval"] | {"examples": size}
     assert trainer.evaluate(endless, steps=5)["examples"] == 5 * size
-    declared = inputs.from_dataset(endless, examples=size - 2)
-    assert trainer.evaluate(declared) == trainer.evaluate(dataset(size - 2).take(1))
+
+
+def test_an_evaluation_of_an_endless_stream_needs_a_number():
+    trainer, endless = trainer_on(), dataset().repeat()
+    declared = inputs.from_dataset(endless, examples=3)
+    assert trainer.evaluate(declared) == trainer.evaluate(dataset(3).take(1))
     with pytest.raises(ConfigError, match=r"evaluate with --eval_steps \(evaluate\(steps=\.\.\.\)\)"):
         trainer.evaluate(endless)
 

@@ -38,6 +38,7 @@ class StreamSource:
       retarget: Maps the targets of a batch to others; None keeps them.
       first: Returns a digest of the first element, if reading it has no side effects, or None.
       digest: Digest of what `retarget` does; empty without it.
+      beginning: Whether `examples` are the beginning of the stream, which may have more; for evaluations.
     """
 
     make: Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -49,6 +50,7 @@ class StreamSource:
     retarget: Callable[[Structure], Structure] | None = None
     first: Callable[[], str] | None = None
     digest: str = ""
+    beginning: bool = False
 
     @functools.cached_property
     def info(self) -> SourceInfo:
@@ -71,8 +73,8 @@ class StreamSource:
 
     @functools.cached_property
     def endless(self) -> bool:
-        """Whether the dataset never ends (`repeat()`)."""
-        return int(self._whole.cardinality()) == tf.data.INFINITE_CARDINALITY
+        """Whether the dataset does not end by itself where reading does: it repeats, or `examples` are a beginning."""
+        return self.beginning or int(self._whole.cardinality()) == tf.data.INFINITE_CARDINALITY
 
     @functools.cached_property
     def _whole(self) -> tf.data.Dataset:
@@ -80,11 +82,14 @@ class StreamSource:
         return self.batches(tf.distribute.InputContext())
 
     def counted(self, *, told: bool = True, read: int = 0) -> StreamSource:
-        """Returns the same stream with a known number of examples; if it is unknown, counts them in a pass.
+        """Returns the same stream with a known number of examples.
+
+        If tf.data does not know the number, a pass counts them; with `read`, it ends after that many.
 
         Args:
           told: Whether to log this pass.
-          read: Number of examples that are read of an endless stream, which then counts as one of that many; 0: all.
+          read: Number of examples that are read. If the stream has no end, or the pass finds that many, it counts as
+            one of `read` examples; 0: all.
 
         Raises:
           ConfigError: The stream is endless, or every worker has its own stream.
@@ -93,7 +98,7 @@ class StreamSource:
         if self.examples is not None:
             return self
         if self.endless and read:
-            return dataclasses.replace(self, examples=read)
+            return dataclasses.replace(self, examples=read, beginning=True)
         if self.endless:
             raise ConfigError(
                 f"{self.name}: the stream has no end, so there are no epochs in it. take(...) a part of it, or train "
@@ -104,24 +109,47 @@ class StreamSource:
                 f"{self.name}: every worker reads a stream of its own, so the total number of examples is not known. "
                 "Give from_dataset(..., examples=N) for epochs, or --steps."
             )
+        examples = self._known_examples()
+        if examples is None:
+            examples = self._counted_examples(told, read)
+            if read and examples >= read:  # a generator without an end looks like any other
+                return dataclasses.replace(self, examples=read, beginning=True)
+        if not examples:
+            raise ConfigError(f"{self.name}: {_EMPTY}")
+        return dataclasses.replace(self, examples=examples)
+
+    def _known_examples(self) -> int | None:
+        """Returns the number of examples in one pass if tf.data knows it, else None."""
+        dataset = self.make(tf.distribute.InputContext())
+        rows = structures.first_leaf(dataset.element_spec).shape[0] if self._has_batches(dataset) else 1
+        elements = int(dataset.cardinality())
+        return None if rows is None or elements < 0 else elements * rows
+
+    def _counted_examples(self, told: bool, read: int) -> int:
+        """Counts the examples of a pass; with `read`, stops once there are that many."""
         if told:
             _log.info(
                 "counting the examples of %s, in one pass (examples=N of tfpar.inputs.from_dataset saves that)",
                 self.name,
             )
 
-        def add(total: tf.Tensor, *batch: Structure) -> tf.Tensor:
-            return total + tf.shape(structures.first_leaf(batch), tf.int64)[0]
+        def size(*batch: Structure) -> tf.Tensor:
+            return tf.shape(structures.first_leaf(batch), tf.int64)[0]
 
+        examples = 0
         try:
-            examples = int(self._whole.reduce(tf.constant(0, tf.int64), no_autograph(add)))
+            for count in self._whole.map(no_autograph(size)):
+                examples += int(count)
+                if read and examples >= read:
+                    break
         except tf.errors.ResourceExhaustedError:
             raise
         except tf.errors.OpError as error:
             raise stream_error(self, error) from error
-        if not examples:
-            raise ConfigError(f"{self.name}: {_EMPTY}")
-        return dataclasses.replace(self, examples=examples)
+        return examples
+
+    def _has_batches(self, dataset: tf.data.Dataset) -> bool:
+        return is_batched(dataset.element_spec) if self.batched is None else self.batched
 
     def batches(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Returns the dataset of one input pipeline as `(x, targets)`, in batches of any size.
@@ -140,8 +168,7 @@ class StreamSource:
             what = type(dataset).__name__
             raise ConfigError(f"{self.name}: the function returned {what}, but must return a tf.data.Dataset.")
         _check_tensors(self.name, dataset.element_spec)
-        batched = is_batched(dataset.element_spec) if self.batched is None else self.batched
-        if not batched:
+        if not self._has_batches(dataset):
             dataset = dataset.batch(_READ_AT_ONCE)
         _check_shapes(self.name, dataset.element_spec)
         floatx = tf.as_dtype(keras.config.floatx())
