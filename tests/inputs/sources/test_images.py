@@ -71,13 +71,32 @@ def test_names_that_are_no_text_are_read(folder):
     assert build(folder, validation_fraction=0.25).info.num_examples < before
 
 
-@pytest.mark.parametrize("name", ["validation", "val", "test"])
-def test_separate_folders_are_used(tmp_path, name):
-    paint(tmp_path / "train", 4)
+@pytest.mark.parametrize(("folder", "name"), [("train", "validation"), ("train", "val"), ("Train", "Test")])
+def test_separate_folders_are_used(tmp_path, folder, name):
+    paint(tmp_path / folder, 4)
     paint(tmp_path / name, 2, first=4)
     train, validation = build(tmp_path), build(tmp_path, "validation")
     assert (train.info.num_examples, validation.info.num_examples) == (12, 6)
     assert all(f"/{name}/" in path for path in validation.info.files)
+
+
+def test_a_training_folder_alone_is_divided(tmp_path):
+    paint(tmp_path / "train", 4)
+    train, validation = (build(tmp_path, split, validation_fraction=0.25) for split in ("train", "validation"))
+    assert train.info.class_names == validation.info.class_names == ("blue", "green", "red")
+    assert (train.info.num_examples, validation.info.num_examples) == (9, 3)
+
+
+def test_a_training_folder_beside_one_of_another_name_is_no_class(tmp_path):
+    paint(tmp_path / "train", 1)
+    paint(tmp_path / "dev", 1)
+    with pytest.raises(ConfigError, match=r"no folder beside it is called validation, valid, val or test\. Give"):
+        build(tmp_path)
+
+
+def test_a_class_may_be_called_train(folder):
+    (folder / "green").rename(folder / "train")
+    assert build(folder).info.class_names == ("blue", "red", "train")
 
 
 def test_images_are_cropped_to_their_central_square(tmp_path):

@@ -45,9 +45,10 @@ _VALIDATION_FOLDERS = ("validation", "valid", "val", "test")
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=images:DIR`: float32 [height, width, 3] in [0, 1], of the size of `--resize` or `--image_size`.
 
-    `DIR/CLASS/.../IMAGE`, or `DIR/train/CLASS/...` with `DIR/validation/CLASS/...` (also `valid`,
-    `val`, `test`). In the first layout, `--validation_fraction` of each class is held out: the
-    files whose relative paths hash lowest. Labels follow the alphabetical order of the class names.
+    `DIR/CLASS/.../IMAGE`, or `DIR/train/CLASS/...` with `DIR/validation/CLASS/...` (also `valid`, `val`, `test`, in any
+    case). Without a validation folder, `--validation_fraction` of each class is held out: the files whose relative
+    paths hash lowest. Labels follow the alphabetical order of the class names. Beside folders of other names, `train`
+    is a class if images are directly in it, and otherwise refused.
     Only the first frame of an animated GIF or WebP is read. Images in other formats are skipped, with a warning.
 
     Args:
@@ -58,8 +59,9 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
       seed: Not used; the split does not depend on it.
 
     Raises:
-      ConfigError: The directory is missing or cannot be read, has no class folders, or holds no images; or the
-        validation folder has a class that the training folder lacks.
+      ConfigError: The directory is missing or cannot be read, has no class folders, or holds no images; the
+        validation folder has a class that the training folder lacks; or `train` is neither a class nor beside a
+        validation folder.
     """
     name = f"images:{argument}"
     root = os.path.expanduser(argument)
@@ -237,20 +239,18 @@ def _is_image(suffix: str) -> bool:
 
 def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[list[str], list[str], list[int]]:
     """Returns the class names, and the paths and labels of the split, ordered by class and path."""
-    folders = _folders(root)
-    separate = next((folder for folder in _VALIDATION_FOLDERS if folder in folders), None)
-    if "train" in folders and separate:
-        classes = _folders(os.path.join(root, "train"))
-        extra = sorted(set(_folders(os.path.join(root, separate))) - set(classes))
+    base, separate = _find_folders(name, root)
+    classes = _folders(base)
+    if separate:
+        extra = sorted(set(_folders(separate)) - set(classes))
         if extra:
             raise ConfigError(
-                f"--dataset={name}: {separate!r} has classes that 'train' lacks: {', '.join(extra)}. "
-                "Both need the same class folders."
+                f"--dataset={name}: {os.path.basename(separate)!r} has classes that {os.path.basename(base)!r} lacks: "
+                f"{', '.join(extra)}. Both need the same class folders."
             )
-        base = os.path.join(root, "train" if training else separate)
+        base = base if training else separate
         chosen = {label: _images(name, os.path.join(base, label)) for label in classes}
     else:
-        classes, base = folders, root
         chosen = {}
         for label in classes:
             files = _images(name, os.path.join(base, label))
@@ -262,11 +262,32 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
     if not any(chosen.values()) and training:
         raise ConfigError(
             f"--dataset={name}: no images in class folders. Expected DIR/CLASS/IMAGE with suffix "
-            f"{', '.join(SUFFIXES)}; folders in DIR: {', '.join(folders) or 'none'}."
+            f"{', '.join(SUFFIXES)}; folders in DIR: {', '.join(_folders(root)) or 'none'}."
         )
     paths = [os.path.join(base, label, file) for label in classes for file in chosen[label]]
     labels = [number for number, label in enumerate(classes) for _ in chosen[label]]
     return classes, paths, labels
+
+
+def _find_folders(name: str, root: str) -> tuple[str, str | None]:
+    """Returns the folder of the class folders, and that of separate validation examples if there is one."""
+    named = {folder.lower(): os.path.join(root, folder) for folder in _folders(root)}
+    train = named.get("train")
+    if train is None:
+        return root, None
+    separate = next((named[folder] for folder in _VALIDATION_FOLDERS if folder in named), None)
+    if separate:
+        return train, separate
+    if not _folders(train) or any(entry.name.lower().endswith(SUFFIXES) for entry in os.scandir(train)):
+        return root, None  # a class of this name
+    if len(named) == 1:
+        return train, None
+    *others, last = _VALIDATION_FOLDERS
+    raise ConfigError(
+        f"--dataset={name}: {os.path.basename(train)!r} holds folders instead of images, but no folder beside it is "
+        f"called {', '.join(others)} or {last}. Give the folder of validation examples such a name, or hold some out "
+        f"(--validation_fraction) of --dataset=images:{train}. If it is a class, put its images directly into it."
+    )
 
 
 def _folders(path: str) -> list[str]:
