@@ -165,6 +165,8 @@ def diagnose_values(info: SourceInfo, index: int, x: Structure, y: Structure) ->
                     reason = f"has label {label}, but labels are class numbers, from 0 on"
                 elif info.num_classes == 1:
                     reason = f"has label {label}, but num_classes=1 allows 0 alone; labels 0 and 1 are two classes"
+                if label < 0:
+                    reason += ", or floating point if they are no classes"
             else:
                 reason = f"has NaN or infinity in its {which} ({int(bad.sum())} of {values.size} values)"
             return BadExample(index, file_of(info, index), reason)

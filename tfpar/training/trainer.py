@@ -142,7 +142,7 @@ class Trainer:
         self._predictor = Predictor(self.program)
         self._between_runs = AveragesBetweenRuns()
         self._read_checkpoint = False
-        self._ignore_class: int | None = getattr(goal.loss, "ignore_class", None)
+        self._label_options = goal.label_options()
 
     def fit(
         self,
@@ -341,7 +341,7 @@ class Trainer:
         """How examples are read that a method gets."""
         return {
             "told": self.config.monitor.verbose > 0,
-            "ignore_class": self._ignore_class,
+            **self._label_options,
             "on_bad_record": self.config.input.on_bad_record,
             "batch_size": self.config.eval_batch_size,
         }

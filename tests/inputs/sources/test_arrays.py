@@ -116,7 +116,7 @@ def test_lists_are_accepted():
             np.zeros((3, 2)),
             -np.ones(3, int),
             {},
-            r"label -1, but labels are class numbers, from 0 on; 2 more examples are bad too",
+            r"label -1, but labels are class numbers, from 0 on, or floating point .*; 2 more examples are bad too",
         ),
         ([np.zeros((3, 2)), np.zeros((4, 2))], np.zeros(3), {}, r"3 inputs '0' and 4 inputs '1' and 3 labels"),
         ({"a": np.zeros(3), "b": np.zeros(3, complex)}, None, {}, "the inputs have dtype complex128"),

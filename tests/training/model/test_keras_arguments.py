@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import tfpar
-from tests.training.trainers import source, trainer_of
+from tests.training.trainers import SPARSE, source, trainer_of
 from tfpar.config import ConfigError, MonitorConfig
 from tfpar.training.model import keras_arguments
 
@@ -54,6 +54,30 @@ def test_the_option_on_bad_record_counts_for_arrays():
     assert trainer.fit(x, y, epochs=1, validation=(x, y))["skipped_examples"] == 1
     assert trainer.evaluate(x, y)["examples"] == len(x) - 1
     assert np.isnan(trainer.predict(x)).any(axis=1).tolist() == [index == 3 for index in range(len(x))]
+
+
+@pytest.mark.parametrize("on_bad_record", ["fail", "skip"])
+@pytest.mark.parametrize("loss", ["mse", keras.losses.Hinge(), ["huber"]], ids=["mse", "hinge", "list"])
+def test_integers_are_no_classes_where_the_loss_reads_numbers(loss, on_bad_record):
+    x, y = arrays()
+    numbers, results = 2 * y - 3, []
+    for labels in (numbers, numbers.astype(np.float32)):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        trainer = tfpar.Trainer(
+            *(model, "sgd", loss), global_batch_size=8, jit_compile=False, on_bad_record=on_bad_record
+        )
+        results.append(trainer.fit(x, labels, steps=3, validation=(x, labels)))
+    assert results[0]["eval"] == results[1]["eval"]
+    assert results[0]["params_sha256"] == results[1]["params_sha256"]
+
+
+def test_negative_integers_are_bad_where_the_loss_may_read_classes():
+    x, y = arrays()
+    message = "example 0 has label -1, but labels must be 0 to 1, or floating point if they are no classes; 7 more"
+    for loss in (SPARSE, "crossentropy", lambda y, outputs: outputs):
+        with pytest.raises(ConfigError, match=message):
+            trainer_of(loss=loss).fit(x, y - 1, steps=1)
 
 
 def test_predictions_do_not_read_labels():

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+_CHECKS = ("ignore_class", "num_classes", "on_bad_record")
 _SCALARS = (int, float, str, bytes, np.generic)
 _ACCEPTED = (
     "Accepted are: a tfpar.inputs.Source; a tf.data.Dataset or a function of a tf.distribute.InputContext; arrays, "
@@ -48,7 +49,7 @@ def as_source(
       y: Labels, if `data` are arrays.
       sample_weight: Sample weights, if `data` are arrays with labels in `y`.
       **options: Further arguments of the function in the table, e.g. `split` or `name`; not used for a `Source`. A
-        stream takes no `ignore_class` and `on_bad_record`, which say how examples are checked.
+        stream takes no `ignore_class`, `num_classes` and `on_bad_record`, which say how examples are checked.
 
     Raises:
       ConfigError: The data are none of these, labels are given for data that have their own, or the function refuses
@@ -86,7 +87,7 @@ def as_source(
 
 def _of_stream(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options for a stream, whose examples and labels are not checked."""
-    return {name: value for name, value in options.items() if name not in ("ignore_class", "on_bad_record")}
+    return {name: value for name, value in options.items() if name not in _CHECKS}
 
 
 def _refuse_gaps(what: str, data: Any) -> None:

@@ -108,6 +108,7 @@ def as_source(
     split: str = "validation",
     told: bool = True,
     ignore_class: int | None = None,
+    num_classes: int | None = None,
     on_bad_record: str = "fail",
     batch_size: int = 0,
     steps: int = 0,
@@ -123,6 +124,7 @@ def as_source(
       split: `"train"` or `"validation"`, for reports.
       told: Whether to log the counting of examples.
       ignore_class: A label that the loss ignores.
+      num_classes: 0 if labels are no classes, whatever their dtype; None: as the function that makes the source says.
       on_bad_record: `"skip"` to train without examples whose values are not finite, or whose labels are no classes.
       batch_size: Examples in a batch of an evaluation.
       steps: Batches of the evaluation that reads it; 0: all, which is an error for a stream without an end.
@@ -137,7 +139,7 @@ def as_source(
             f"{argument}: {', '.join(map(str, data))} are several data sets. Give one of them; "
             "Trainer.evaluate({...}) evaluates several, also in a hook or callback of fit."
         )
-    checks = {"ignore_class": ignore_class, "on_bad_record": on_bad_record}
+    checks = {"ignore_class": ignore_class, "num_classes": num_classes, "on_bad_record": on_bad_record}
     try:
         source = inputs.as_source(data, y, sample_weight, split=split, **checks)
         if counts and isinstance(source, inputs.StreamSource):

@@ -18,6 +18,18 @@ from tfpar.training.objective.whole_loss import is_mean, reads_other_examples
 import keras
 import tensorflow as tf
 
+# Regression, and margins, whose targets are -1 and 1.
+_OF_NUMBERS = (
+    keras.losses.mean_squared_error,
+    keras.losses.mean_absolute_error,
+    keras.losses.mean_absolute_percentage_error,
+    keras.losses.huber,
+    keras.losses.log_cosh,
+    keras.losses.cosine_similarity,
+    keras.losses.hinge,
+    keras.losses.squared_hinge,
+)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Losses:
@@ -202,6 +214,23 @@ def uses_integer_labels(loss: Any) -> bool:
         return False
     options = resolved.get_config() if isinstance(resolved, keras.losses.Loss) else {}
     return options.get("axis", -1) == -1 and options.get("ignore_class") is None
+
+
+def takes_numbers(loss: Any) -> bool:
+    """Whether every target of a loss is a number that may be negative, even if it is an integer; never a class number.
+
+    Args:
+      loss: As for `build_losses`. False for functions of the user's own, whose targets may be either.
+    """
+
+    def takes(leaf: Any) -> bool:
+        if leaf is None or str(leaf).lower() in ("crossentropy", "ce"):
+            return False
+        resolved = keras.losses.get(leaf)
+        return getattr(resolved, "fn", resolved) in _OF_NUMBERS
+
+    leaves = keras.tree.flatten(loss)
+    return bool(leaves) and all(map(takes, leaves))
 
 
 def _taken(flat: Sequence[Any], places: Any) -> Any:

@@ -47,6 +47,11 @@ class Goal:
     weighted_metrics: Any = None
     loss_weighting: str = "positions"
 
+    def label_options(self) -> dict[str, Any]:
+        """What the loss says of labels, as arguments of `tfpar.inputs.from_arrays`: `ignore_class`, `num_classes`."""
+        classes = 0 if loss_terms.takes_numbers(self.loss) else None
+        return {"ignore_class": getattr(self.loss, "ignore_class", None), "num_classes": classes}
+
     def metric_names(self) -> list[str]:
         """Names of the metric objects among the metrics."""
         leaves = keras.tree.flatten([self.metrics, self.weighted_metrics])
