@@ -67,6 +67,8 @@ def test_dtypes_become_those_of_a_model(stored, fetched):
         (np.array([[0, 5], [1, 1], [2, 0]]), {}, 6),
         (np.array([0.5, 1.5, -2.0]), {}, 1),
         (np.zeros((3, 4)), {}, 4),
+        (np.array([0, -3, 1]), {"num_classes": 0}, 0),
+        (np.zeros((3, 4)), {"num_classes": 0}, 4),
     ],
 )
 def test_the_number_of_classes_follows_from_the_labels(y, options, classes):

@@ -42,7 +42,7 @@ def from_arrays(
       sample_weight: Weights `[n]`, or `[n, ...]` per position, or a structure of them like `y`, with the meaning
         that they have in Keras' `fit`.
       num_classes: Number of classes; by default the largest label plus one, or for targets their last dim. 0 leaves
-        integer labels unchecked. Not for several labels, which are not checked.
+        integer labels unchecked, and means the default for targets. Not for several labels, which are not checked.
       ignore_class: A label outside `[0, num_classes)` that the loss ignores, such as -1.
       scale: Factor for the floating-point inputs, e.g. 1/255 for images; or a structure like `x` with one for each.
       split: `"train"` or `"validation"`, for reports.
@@ -70,7 +70,7 @@ def from_arrays(
         num_examples=len(flat[0]),
         input_spec=tf.nest.map_structure(_spec, stored_x),
         label_spec=tf.nest.map_structure(_spec, stored_y),
-        num_classes=_count_classes(stored_y, ignore_class) if num_classes is None else num_classes,
+        num_classes=_count_classes(stored_y, ignore_class, num_classes),
         weight_spec=tf.nest.map_structure(_spec, weights),
         ignore_class=ignore_class,
         label_range=_range(stored_y, ignore_class),
@@ -196,12 +196,14 @@ def _spec(values: np.ndarray) -> tf.TensorSpec:
     return tf.TensorSpec(values.shape[1:], dtypes.fetched_dtype(values.dtype))
 
 
-def _count_classes(y: Structure, ignore_class: int | None) -> int:
-    """Returns the largest label plus one, at least one; for targets, their last dim; 0 for several labels or none."""
-    if not structures.is_single(y):
-        return 0
+def _count_classes(y: Structure, ignore_class: int | None, given: int | None) -> int:
+    """Returns the number that is given; without it, the largest label plus one, at least one; for targets, also with 0,
+    their last dim; 0 for several labels or none."""
+    if given or not structures.is_single(y):
+        return given or 0
     if np.issubdtype(y.dtype, np.integer):
-        return max(int((y if ignore_class is None else y[y != ignore_class]).max(initial=-1)) + 1, 1)
+        labels = y if ignore_class is None else y[y != ignore_class]
+        return 0 if given == 0 else max(int(labels.max(initial=-1)) + 1, 1)
     return int(y.shape[-1] if y.ndim > 1 else 1)
 
 
