@@ -226,11 +226,11 @@ class Exchange:
         return self._reducer.retune()
 
     def observed(self) -> dict[str, float]:
-        """This worker's statistics of the last exchange, for TensorBoard; empty if nothing is compressed.
+        """This worker's statistics, for TensorBoard; empty if nothing is compressed.
 
         Returns:
-          `residual_over_gradient`: L2 norm of the residual, over that of the gradient. `cosine`: between the applied
-          sum and the dense one, in the last exchange that compared them.
+          `residual_over_gradient`: L2 norm of the residual, over that of the gradient, in the last exchange that
+          measured them. `cosine`: between the applied sum and the dense one, in the last that compared them.
         """
         return self._reducer.observed()
 
