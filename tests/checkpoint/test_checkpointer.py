@@ -8,7 +8,9 @@ import os
 import threading
 
 from tfpar.checkpoint import checkpointer as checkpoints
+from tfpar.checkpoint import resume as resuming
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
+from tfpar.checkpoint.format import UnknownFormatError
 
 import numpy as np
 import pytest
@@ -118,11 +120,19 @@ def test_nothing_is_executed_on_reading(checkpointer, tmp_path):
     assert json.loads((directory / "state.safetensors").read_bytes()[8 : 8 + header])
 
 
-def test_another_format_is_refused(checkpointer, tmp_path):
-    checkpointer.save(checkpoint(1))
+def test_a_checkpoint_of_another_version_is_refused_and_stays(checkpointer, tmp_path):
+    for step in (1, 2):
+        checkpointer.save(checkpoint(step))
     checkpointer.wait()
-    path = tmp_path / "checkpoints" / "step-000000001" / "manifest.json"
+    path = tmp_path / "checkpoints" / "step-000000002" / "manifest.json"
     text = path.read_text().rsplit("\n", 2)[0].replace(f'"format": {checkpoints.FORMAT}', '"format": 99') + "\n"
     path.write_text(text + hashlib.sha256(text.encode()).hexdigest() + "\n")
-    with pytest.raises(ValueError, match="99"):
-        checkpoints.read(path.parent)
+    for read in (
+        lambda: checkpoints.read(path.parent),
+        lambda: checkpoints.find(tmp_path),
+        lambda: checkpoints.saved_config(tmp_path),
+        lambda: resuming.newest(checkpointer),
+    ):
+        with pytest.raises(UnknownFormatError, match=r"step-000000002 has checkpoint format 99.* version of tfpar"):
+            read()
+    assert checkpointer.steps() == [1, 2]

@@ -161,7 +161,8 @@ class Checkpointer:
           below: Looks only at checkpoints of steps below this one.
 
         Raises:
-          CheckpointError: The file system cannot list the checkpoints, or read one, whose content may be intact.
+          CheckpointError: The file system cannot list the checkpoints, or read one, whose content may be intact; or one
+            is of another version (`UnknownFormatError`).
         """
         for step in reversed(self.steps()):
             if below is not None and step >= below:
@@ -263,7 +264,7 @@ def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.
       warn: Called with one line if that checkpoint is damaged and another is used.
 
     Raises:
-      CheckpointError: The checkpoints cannot be listed.
+      CheckpointError: The checkpoints cannot be listed, or one is of another version.
       ValueError: There are checkpoints, and all are damaged.
     """
     directory = pathlib.Path(workdir) / "checkpoints"
@@ -302,7 +303,7 @@ def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     """The configuration in the newest checkpoint of a workdir, or None if there is none.
 
     Raises:
-      CheckpointError: The checkpoints cannot be listed.
+      CheckpointError: The checkpoints cannot be listed, or one is of another version.
     """
     directory = pathlib.Path(workdir) / "checkpoints"
     for step in reversed(files.steps_in(directory)):

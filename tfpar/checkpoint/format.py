@@ -47,6 +47,7 @@ from tfpar.checkpoint.arrays import (
     read_arrays,
 )
 from tfpar.config.errors import TrainingError
+from tfpar.process.exit_codes import USAGE_ERROR
 from tfpar.process.whole_files import sync_directory, write_file
 
 import numpy as np
@@ -70,6 +71,12 @@ _CHUNK = 1 << 22
 
 class CheckpointError(TrainingError):
     """A checkpoint could not be written, with `on_error` `fail`; or existing ones cannot be listed or read."""
+
+
+class UnknownFormatError(CheckpointError):
+    """A checkpoint has a format that this version does not read. It is whole: another version of tfpar reads it."""
+
+    exit_code = USAGE_ERROR  # another start of the same version would find the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,13 +232,16 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
 
     Raises:
       OSError: There is none, or it cannot be read.
-      ValueError: It is damaged, or of another version.
+      ValueError: It is damaged.
+      UnknownFormatError: It is of another version.
     """
     manifest = unseal(path / MANIFEST)
-    if manifest.get("format") not in _READABLE:
-        raise ValueError(
-            f"{path} has checkpoint format {manifest.get('format')!r}; this version reads "
-            f"{' and '.join(map(str, _READABLE))}"
+    _check_number(manifest, "format", 0)
+    if manifest["format"] not in _READABLE:
+        raise UnknownFormatError(
+            f"{path} has checkpoint format {manifest['format']}, and this version of tfpar reads "
+            f"{' and '.join(map(str, _READABLE))}. The checkpoint is not damaged: use the version of tfpar that wrote "
+            "it, or move it away."
         )
     _check_number(manifest, "step", 0)
     _check_number(manifest, "workers", 1)
@@ -285,7 +295,8 @@ def read(
 
     Raises:
       OSError: A file that is missing or cannot be read.
-      ValueError: A file that is truncated or changed, or a format of another version.
+      ValueError: A file that is truncated or changed.
+      UnknownFormatError: The checkpoint is of another version.
     """
     path = pathlib.Path(path)
     manifest = read_manifest(path)
