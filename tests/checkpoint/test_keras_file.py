@@ -23,6 +23,17 @@ def functional(activation, arranged=lambda output: output):
     return keras.Model(inputs, arranged(layers.Dense(3, activation=activation)(inputs)))
 
 
+def in_sequence(layer):
+    return keras.Sequential([layers.Input((2, 4)), layer])
+
+
+def shared_reshape():
+    """The first output is of the second call of a layer."""
+    inputs, reshape = layers.Input((4,)), layers.Reshape((1, 3))
+    logits = reshape(layers.Dense(3)(inputs))
+    return keras.Model(inputs, [reshape(layers.Dense(3, activation="softmax")(inputs)), logits])
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -36,6 +47,14 @@ def functional(activation, arranged=lambda output: output):
         (lambda: functional(None, lambda output: {"classes": output}), False),
         (lambda: functional("softmax", lambda output: [output]), True),
         (lambda: sequential(layers.Dense(3, activation="softmax"), layers.Dense(3)), False),
+        (lambda: in_sequence(layers.TimeDistributed(layers.Dense(3, activation="softmax"))), True),
+        (lambda: in_sequence(layers.TimeDistributed(layers.Dense(3))), False),
+        (lambda: sequential(layers.Dense(3, activation="softmax"), layers.Activation("linear", dtype="float32")), True),
+        (lambda: sequential(layers.Dense(3), layers.Activation("linear", dtype="float32")), False),
+        (lambda: sequential(layers.Dense(6, activation="softmax"), layers.Reshape((2, 3)), layers.Flatten()), True),
+        (lambda: functional("softmax", lambda output: layers.Identity()(layers.Reshape((1, 3))(output))), True),
+        (lambda: functional(None, lambda output: layers.Identity()(layers.Reshape((1, 3))(output))), False),
+        (shared_reshape, True),
     ],
 )
 def test_probabilities_are_told_from_logits(build, expected, tmp_path):

@@ -131,3 +131,12 @@ def test_rms_normalization_is_an_option() -> None:
 def test_a_block_refuses_heads_that_do_not_divide_its_width() -> None:
     with pytest.raises(ValueError, match="heads=3 does not divide width=16"):
         TransformerBlock(3, 32, causal=False).build((None, 4, 16))
+
+
+def test_bits_per_byte_of_logits_and_of_probabilities_are_the_same():
+    targets = np.array([[2, 0]])
+    logits = np.array([[[0.5, -1.0, 2.0], [3.0, 0.0, 1.0]]], np.float32)
+    nats = keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True).numpy().mean()
+    of_probabilities = models.BitsPerByte.from_config(models.BitsPerByte(from_logits=False).get_config())
+    np.testing.assert_allclose(models.BitsPerByte()(targets, logits), nats / np.log(2), rtol=1e-5)
+    np.testing.assert_allclose(of_probabilities(targets, keras.ops.softmax(logits)), nats / np.log(2), rtol=1e-5)

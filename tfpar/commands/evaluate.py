@@ -73,12 +73,14 @@ def main(_: list[str]) -> None:
         tfpar.validate(config)
         source = tfpar.inputs.build_source(config.input, given.split, config.train.seed)
         runtime = tfpar.initialize(config)
+        from_logits = not gives_probabilities(given.model_file)
+        of_bytes = source.info.task == tfpar.inputs.LANGUAGE_MODEL
         trainer = tfpar.Trainer(
             lambda: tfpar.load_model(given.model_file, tfpar.task_spec(source)),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=not gives_probabilities(given.model_file)),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits),
             metrics=[
                 keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-                *([tfpar.models.BitsPerByte()] if source.info.task == tfpar.inputs.LANGUAGE_MODEL else []),
+                *([tfpar.models.BitsPerByte(from_logits=from_logits)] if of_bytes else []),
             ],
             config=config,
             runtime=runtime,

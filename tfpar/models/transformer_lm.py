@@ -87,15 +87,22 @@ def transformer_lm(
 
 @keras.saving.register_keras_serializable("tfpar")
 class BitsPerByte(keras.metrics.MeanMetricWrapper):
-    """Cross-entropy of logits in bits (nats / ln 2) per token, for models whose tokens are bytes."""
+    """Cross-entropy in bits (nats / ln 2) per token, for models whose tokens are bytes.
 
-    def __init__(self, name: str = "bits_per_byte", dtype: Any = None) -> None:
-        super().__init__(_bits, name=name, dtype=dtype)
+    Args:
+      name: Name of the metric.
+      dtype: Of its result; float32 by default.
+      from_logits: Whether the model's outputs are logits; otherwise they are probabilities.
+    """
+
+    def __init__(self, name: str = "bits_per_byte", dtype: Any = None, *, from_logits: bool = True) -> None:
+        super().__init__(_bits, name=name, dtype=dtype, from_logits=from_logits)
+        self.from_logits = from_logits
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
-        return {"name": self.name, "dtype": self.dtype}
+        return {"name": self.name, "dtype": self.dtype, "from_logits": self.from_logits}
 
 
-def _bits(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True) / math.log(2.0)
+def _bits(y: tf.Tensor, outputs: tf.Tensor, from_logits: bool) -> tf.Tensor:
+    return keras.losses.sparse_categorical_crossentropy(y, outputs, from_logits=from_logits) / math.log(2.0)
