@@ -105,6 +105,47 @@ def test_what_does_not_work_is_refused(options, message):
         validate_config(ExperimentConfig.from_flat_dict({**divided.COMMON, "offload": "optimizer", **options}))
 
 
+class OfOneTotal(keras.optimizers.SGD):
+    """Sums squares over all weights."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.total = self.add_variable((), name="total")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_add(self.total, keras.ops.sum(gradient * gradient))
+        super().update_step(gradient, variable, learning_rate)
+
+
+class OfOwnApply(keras.optimizers.SGD):
+    """Sees all gradients at once."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(grads, trainable_variables)
+
+
+class EachAlone(keras.optimizers.Adam):
+    """Updates each weight by itself."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(-gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize(("kind", "part"), [(OfOneTotal, "variable 'total'"), (OfOwnApply, "method 'apply'")])
+def test_an_optimizer_that_combines_weights_of_several_blocks_is_refused(kind, part):
+    optimizer = kind(0.1, momentum=0.9)
+    optimizer.build(divided_models.dense().trainable_variables)
+    with pytest.raises(ConfigError, match=f"--offload=optimizer: the {part} of {kind.__name__} may combine weights"):
+        blocks_of(optimizer, 20_000)
+    assert len(blocks_of(optimizer, 1 << 30)[0]) == 1
+
+
+def test_an_optimizer_of_another_class_that_updates_each_weight_by_itself_works():
+    optimizer = EachAlone()
+    optimizer.build(divided_models.dense().trainable_variables)
+    assert len(blocks_of(optimizer, 20_000)[0]) > 1
+
+
 def test_an_optimizer_that_needs_all_gradients_is_refused():
     runtime = divided.runtime_of("one_device")
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "one_device", "offload": "optimizer"})

@@ -6,13 +6,18 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
+from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS
 from tfpar.optim.pure_update import PureUpdate, apply_reached
 
 import keras
 import tensorflow as tf
+
+# What they change for all weights, the count of steps and Nadam's product, does not depend on any weight.
+_KNOWN = (*ELEMENTWISE, *WHOLE_TENSORS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,9 @@ def blocks_of(optimizer: keras.optimizers.Optimizer, most_bytes: int) -> tuple[l
 
     Returns:
       The blocks, and the indices of the variables that belong to no weight, such as the count of steps.
+
+    Raises:
+      ConfigError: There are several blocks, and the optimizer may combine weights of different ones in its state.
     """
     variables = optimizer.variables
     changed = _changed(optimizer)
@@ -53,6 +61,11 @@ def blocks_of(optimizer: keras.optimizers.Optimizer, most_bytes: int) -> tuple[l
         blocks[-1].append(weight)
         size += needed
     made = [Block(tuple(block), tuple(index for weight in block for index in slots[weight])) for block in blocks]
+    if len(made) > 1 and (part := _combining_part(optimizer, shared)):
+        raise ConfigError(
+            f"--offload=optimizer: {part} of {type(optimizer).__name__} may combine weights, which are updated block "
+            "by block: results could change. Leave --offload out, or use an optimizer of Keras."
+        )
     owned = {index for block in made for index in block.slots}
     return made, [index for index in range(len(variables)) if index not in owned]
 
@@ -87,6 +100,23 @@ def apply_block(
         apply_reached(view, gradients, chosen)
     new = [scope.get_current_value(variable) for variable in chosen]
     return new, {index: scope.get_current_value(variables[index]) for index in state}
+
+
+def _combining_part(optimizer: keras.optimizers.Optimizer, shared: Collection[int]) -> str:
+    """The part of an optimizer of another class than Keras' that may combine several weights; empty if there is none.
+
+    Args:
+      optimizer: A built one.
+      shared: Indices of the variables that the updates of several weights change.
+    """
+    kind = type(optimizer)
+    if kind in _KNOWN:
+        return ""
+    for name in ("apply", "_backend_update_step"):  # they are given all weights at once
+        if all(getattr(kind, name) is not getattr(known, name) for known in _KNOWN):
+            return f"the method {name!r}"
+    variables = [optimizer.variables[index] for index in sorted(shared)]
+    return next((f"the variable {each.name!r}" for each in variables if each is not optimizer.iterations), "")
 
 
 def _bytes(variable: keras.Variable) -> int:
