@@ -7,6 +7,8 @@ import pathlib
 import zipfile
 
 from tests.training.harness import strategy_of
+from tests.training.trainers import model as small_model
+from tests.training.trainers import source, trainer_of
 from tfpar.checkpoint import names, run_state
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.config import ConfigError, ExperimentConfig
@@ -150,6 +152,22 @@ def test_warm_start_from_a_workdir_takes_its_best_checkpoint(tmp_path):
     run_state.warm_start(target, str(tmp_path), said.append)
     assert same(target.get_weights(), [value + 2 for value in source.get_weights()])
     assert said == [f"warm start from {tmp_path}: 8 of 8 weights taken"]
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "mirrored", "devices": 2, "shard": "optimizer"}])
+def test_warm_start_from_a_run_with_averages_takes_them(tmp_path, options):
+    trainer_of(ema=0.5, learning_rate=0.1, workdir=str(tmp_path), **options).fit(source(), steps=4)
+    exported, target, said = keras.saving.load_model(tmp_path / "model.keras"), small_model(), []
+    run_state.warm_start(target, str(tmp_path), said.append)
+    assert same(target.get_weights(), exported.get_weights())
+    assert said[0] == f"warm start from {tmp_path}: taking the moving averages of 6 weights, as evaluation did there"
+
+
+def test_averages_belong_to_weights_of_equal_names_in_order():
+    weights = ["model/a/b_c/kernel", "model/a_b/c/kernel", "model/fc/kernel", "model/fc/kernel#3", "model/frozen/bias"]
+    averages = ["optimizer/adam/a_b_c_kernel_average", "optimizer/adam/a_b_c_kernel_average#7"]
+    found = names.averages_among([*weights, *averages, "optimizer/adam/fc_kernel_average"])
+    assert found == dict(zip(weights[:2], averages, strict=True))  # whose the last one is cannot be known
 
 
 def test_warm_start_normalises_by_the_statistics_it_took(tmp_path):

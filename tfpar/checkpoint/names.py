@@ -47,6 +47,27 @@ def _path_of(name: str) -> str:
     return _POSITION.sub("", name)
 
 
+def averages_among(names: Iterable[str]) -> dict[str, str]:
+    """The moving averages of weights among the names in a checkpoint, `model/PATH` and `optimizer/OPTIMIZER/STATE`.
+
+    Keras (3.15) names an average by the path of its weight, with underscores. If several weights have the same name so,
+    they and their averages are in the same order; without an average for each, it is not known whose they are.
+
+    Returns:
+      For each weight that has an average: the name of the average.
+    """
+    weights: dict[str, list[str]] = collections.defaultdict(list)
+    averages: dict[str, list[str]] = collections.defaultdict(list)
+    for name in names:
+        kind, _, path = _path_of(name).partition("/")
+        if kind == "model":
+            weights[path.replace("/", "_")].append(name)
+        elif path.endswith("_average"):
+            averages[path.rpartition("/")[2].removesuffix("_average")].append(name)
+    pairs = ((weights[path], averages[path]) for path in weights if len(weights[path]) == len(averages[path]))
+    return {weight: average for each in pairs for weight, average in zip(*each, strict=True)}
+
+
 def without_counts(name: str) -> str:
     """The path in a name without Keras' counts, as in `dense_1`: it counts over all models of a process."""
     return _COUNT.sub("", _path_of(name))

@@ -14,7 +14,15 @@ from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
-from tfpar.checkpoint.names import by_occurrence, matched, names_of, renamed, saved_names, without_counts
+from tfpar.checkpoint.names import (
+    averages_among,
+    by_occurrence,
+    matched,
+    names_of,
+    renamed,
+    saved_names,
+    without_counts,
+)
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_calls, keras_rates
 from tfpar.parallel.division import Shards, Split
@@ -348,9 +356,12 @@ def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray
     if checkpoint is None:
         raise _no_weights(source)
     order = [name for name in checkpoint.run.get("variables", ()) if name in checkpoint.arrays] or checkpoint.arrays
-    return by_occurrence(
-        {name.removeprefix("model/"): checkpoint.arrays[name] for name in order if name.startswith("model/")}
-    )
+    keeps_averages = checkpoint.config.get("ema") or (checkpoint.run.get("optimizer_options") or {}).get("use_ema")
+    averages = averages_among(dict.fromkeys([*order, *checkpoint.arrays])) if keeps_averages and checkpoint.step else {}
+    if averages:
+        say(f"warm start from {source}: taking the moving averages of {len(averages)} weights, as evaluation did there")
+    names = [name for name in order if name.startswith("model/")]
+    return by_occurrence({name.removeprefix("model/"): checkpoint.arrays[averages.get(name, name)] for name in names})
 
 
 def params_sha256(variables: Sequence[Any]) -> str:
