@@ -210,8 +210,11 @@ def test_gpus_are_looked_up_by_the_name_that_tensorflow_reports(
     assert not found.threads
 
 
-def test_an_unknown_gpu_has_no_figure() -> None:
-    assert peak.lookup_gpu("NVIDIA Something 9000", "float32", True) is None
+@pytest.mark.parametrize(
+    "name", ["NVIDIA Something 9000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"]
+)
+def test_an_unknown_gpu_or_a_slice_of_one_has_no_figure(name: str) -> None:
+    assert peak.lookup_gpu(name, "float32", True) is None
 
 
 @pytest.mark.parametrize(

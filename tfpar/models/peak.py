@@ -88,6 +88,7 @@ _GPUS: tuple[tuple[tuple[str, ...], _Gpu], ...] = (
     (("P100",), _Gpu(10.6, 0.0, 21.2, 0.0)),
 )
 
+_MIG_SLICE = re.compile(r"\bMIG \d+g\.")  # as in "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 _MEASURING_SECONDS = 0.2
 _PRODUCTS = 12
 
@@ -136,8 +137,10 @@ def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
       tf32: Whether float32 products may use TensorFloat-32.
 
     Returns:
-      The peak of one device, or None if the GPU is not in the table.
+      The peak of one device, or None if the GPU is not in the table, or is a MIG slice, a part of one.
     """
+    if _MIG_SLICE.search(name):
+        return None
     for words, gpu in _GPUS:
         if all(re.search(rf"\b{word}\b", name, re.IGNORECASE) for word in words):
             rates = {"float32": gpu.float32, "float16": gpu.float16, "bfloat16": gpu.bfloat16}
