@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -187,6 +188,22 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert events[0] == "exports/.000002/model.keras"
     write_json(tmp_path / "task.json", {})
     assert events[-2:] == [".task.json", "replace"]
+
+
+def test_a_model_whose_name_cannot_be_flushed_is_written_all_the_same(tmp_path, monkeypatch, messages):
+    fsync = os.fsync
+
+    def of_files_alone(descriptor: int) -> None:
+        if pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    export.export_model(model, model.trainable_variables, tmp_path / "model.keras")
+    assert len(keras.saving.load_model(tmp_path / "model.keras").weights) == 2
+    said = f"WARNING: model.keras is written, but {tmp_path} cannot be flushed (Input/output error)"
+    assert [message[: len(said)] for message in messages] == [said]
 
 
 class Unsaved(keras.layers.Layer):

@@ -28,7 +28,7 @@ from tfpar.checkpoint import staging
 from tfpar.checkpoint.arrays import SavedArrays
 from tfpar.checkpoint.format import FORMAT, Checkpoint, CheckpointError, read
 from tfpar.checkpoint.staging import reason
-from tfpar.process.whole_files import replace_file
+from tfpar.process.whole_files import flush_names, replace_file
 
 import numpy as np
 
@@ -236,7 +236,7 @@ class Checkpointer:
     def _write_best(self, step: int) -> None:
         try:
             replace_file(self.directory / _BEST, files.seal({"step": step}))
-            staging.flush_names(_BEST, self.directory)
+            flush_names(_BEST, self.directory)
             self._spared = set()
         except OSError as error:
             # The file still names the previous best, which therefore stays. This one must stay too, for this run.

@@ -20,7 +20,7 @@ from tfpar.parallel.held import held_by
 from tfpar.parallel.split import shape_of, split_of, whole_blocks
 from tfpar.process.memory import return_freed_memory
 from tfpar.process.safe_write import shortened
-from tfpar.process.whole_files import sync_directory
+from tfpar.process.whole_files import flush_names
 
 import keras
 import numpy as np
@@ -132,7 +132,7 @@ def _save(model: keras.Model, path: pathlib.Path, write: Callable[[keras.Model, 
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        flush_names(path.name, path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # it may be what fills the disk

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import pathlib
 import shutil
@@ -28,14 +27,13 @@ from collections.abc import Mapping, Sequence
 from tfpar.checkpoint import format as files
 from tfpar.checkpoint.arrays import digest_in, write_arrays
 from tfpar.checkpoint.format import Checkpoint, CheckpointError
-from tfpar.process.whole_files import sync_directory
+from tfpar.process.whole_files import flush_names
 
 import numpy as np
 
 _PARTIAL, _REPLACED, _REMOVED, _FAILED = ".partial", ".replaced", ".removed", ".failed"
 _PEER_WAIT_SECONDS = 120.0
 _SLACK_BYTES = 1 << 16  # manifest, directories, and the overhead of the file system
-_log = logging.getLogger(__name__)
 
 
 def write(
@@ -215,25 +213,6 @@ def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
     flush_names(target.name, directory, directory.parent)  # of the first checkpoint, the directory itself is new
     if again:
         remove(replaced)
-
-
-def flush_names(name: str, *directories: pathlib.Path) -> None:
-    """Flushes the names in directories to the disk once a file or directory has its own; a failure is a warning.
-
-    What is written is there, and whole, for whoever looks for it: to call it unwritten would be wrong.
-
-    Args:
-      name: What was put in place.
-      directories: The one where it is, and those above it that may be new.
-    """
-    for directory in directories:
-        try:
-            sync_directory(directory)
-        except OSError as error:
-            _log.warning(
-                "%s is written, but %s cannot be flushed (%s): a power failure within the next seconds may undo it",
-                *(name, directory, reason(error)),
-            )
 
 
 def _is_exchange(name: str) -> bool:

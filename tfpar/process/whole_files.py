@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
+
+_log = logging.getLogger(__name__)
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
@@ -47,3 +50,22 @@ def sync_directory(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_names(name: str, *directories: pathlib.Path) -> None:
+    """Flushes the names in directories to the disk once a file or directory has its own; a failure is a warning.
+
+    What is written is there, and whole, for whoever looks for it: to call it unwritten would be wrong.
+
+    Args:
+      name: What was put in place.
+      directories: The one where it is, and those above it that may be new.
+    """
+    for directory in directories:
+        try:
+            sync_directory(directory)
+        except OSError as error:
+            _log.warning(
+                "%s is written, but %s cannot be flushed (%s): a power failure within the next seconds may undo it",
+                *(name, directory, error.strerror or error),
+            )
