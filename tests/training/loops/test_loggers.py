@@ -52,6 +52,23 @@ def test_a_csv_file_has_a_row_every_so_many_steps_and_continues(tmp_path):
     assert float(rows[-1]["val_accuracy"]) == result["eval"]["accuracy"]
 
 
+def test_a_hook_logs_each_of_several_runs(tmp_path):
+    """Also after one that failed: its end is not told to the hook."""
+    path, hook = tmp_path / "log.csv", tfpar.loggers.csv(tmp_path / "log.csv", every=2)
+
+    def fail(state):
+        raise OverflowError
+
+    evaluated = []
+    with pytest.raises(OverflowError):
+        fit([hook, tfpar.Hook(5, fail)])
+    for _ in range(2):
+        fit([hook])
+        with path.open(newline="") as file:
+            evaluated.append([(row["step"], bool(row["val_loss"])) for row in csv.DictReader(file)])
+    assert evaluated == [[("2", False), ("4", True), ("6", True)]] * 2
+
+
 def test_mlflow_gets_metrics_parameters_and_an_end(tmp_path):
     store = f"sqlite:///{tmp_path}/mlflow.db"  # where nobody names a server, MLflow keeps such a file
     mlflow.set_tracking_uri(store)

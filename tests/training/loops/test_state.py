@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar.config import ConfigError
-from tfpar.training.loops.state import Interval, LoopState
+from tfpar.training.loops.state import Interval, LoopState, RunningResults
 
 import numpy as np
 import pytest
@@ -44,6 +44,34 @@ def test_it_has_the_same_bits_however_many_steps_a_call_has(calls):
     state = run(*calls)[-1]
     assert (state.step, state.skipped) == (STEPS, 1)
     assert state.train_loss == run(*[1] * STEPS)[-1].train_loss
+
+
+@pytest.mark.parametrize("calls", [(1,) * STEPS, (23,), (4, 19), (3, 1, 7, 2, 10)])
+def test_running_results_are_those_of_one_interval(calls):
+    """After every call, and with the same bits however many steps it has."""
+    generator = np.random.default_rng(0)
+    losses, counts = generator.uniform(0.1, 3.0, STEPS), generator.integers(1, 9, STEPS).astype(np.float64)
+    applied = np.arange(STEPS) != 11
+    losses[11], counts[5] = np.nan, 0.0
+
+    def named(sums):
+        return {"seen": float(sums[0]), "rows": sums[1].tolist()}
+
+    def part(first: int, last: int) -> Interval:
+        taken = slice(first, last)
+        sums = [counts[taken].sum(), np.outer(counts[taken], [1.0, 2.0]).sum(axis=0)]
+        return Interval(losses[taken], counts[taken], applied[taken], sums, named)
+
+    running, by_step, step = RunningResults(named), RunningResults(named), 0
+    assert list(running.results()) == ["loss"]
+    assert np.isnan(running.results()["loss"])
+    for call in calls:
+        running.add(part(step, step + call))
+        for each in range(step, step + call):
+            by_step.add(part(each, each + 1))
+        step += call
+        whole = part(0, step).results()
+        assert running.results() == by_step.results() == whole | {"loss": pytest.approx(whole["loss"], rel=1e-12)}
 
 
 def test_there_is_none_where_no_step_of_the_epoch_was_applied():

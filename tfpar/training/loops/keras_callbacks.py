@@ -16,7 +16,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.history import evaluation_logs
 from tfpar.training.loops.hooks import Hook
-from tfpar.training.loops.state import Interval, LoopState, MetricResults
+from tfpar.training.loops.state import LoopState, MetricResults, RunningResults
 from tfpar.training.program import Program
 
 import keras
@@ -91,7 +91,7 @@ class KerasCallbacks:
         self._steps_per_epoch = steps_per_epoch
         self._current_rate = current_rate
         self._metric_results = metric_results
-        self._epoch: list[Interval] = []
+        self._epoch = RunningResults(metric_results)
         self._compiled_with = vars(program.model).get("optimizer")
         self._shown = np.float32(0.0)
         self._active = False
@@ -167,15 +167,15 @@ class KerasCallbacks:
                     self._directed.append(callback)
 
     def _end_batch(self, state: LoopState) -> LoopState:
-        self._epoch.append(state.since)
+        self._epoch.add(state.since)
         self._show_rate(state)
         batch = (state.step - 1) % self._steps_per_epoch
-        self._callbacks.on_train_batch_end(batch, self._train_logs())
+        self._callbacks.on_train_batch_end(batch, self._epoch.results())
         return self._stopped(self._with_rate(state), state.stop)
 
     def _end_epoch(self, state: LoopState) -> LoopState:
         if not self._per_batch:
-            self._epoch.append(state.since)
+            self._epoch.add(state.since)
         self._show_rate(state)
         ended = state.step % self._steps_per_epoch == 0
         if ended or state.finished:
@@ -200,7 +200,7 @@ class KerasCallbacks:
         return state.replace(stop=True, stopped_by=by)
 
     def _begin_epoch(self, state: LoopState) -> None:
-        self._epoch.clear()
+        self._epoch = RunningResults(self._metric_results)
         epoch, batch = divmod(state.step, self._steps_per_epoch)
         if batch:
             self._begin_again(epoch)
@@ -218,11 +218,8 @@ class KerasCallbacks:
         if resumed is not None and keras_rates.assigned_rate(optimizer) != resumed:
             optimizer.learning_rate = resumed
 
-    def _train_logs(self) -> dict[str, Any]:
-        return Interval.join(self._epoch, self._metric_results).results()
-
     def _epoch_logs(self, state: LoopState) -> dict[str, Any]:
-        return self._train_logs() | evaluation_logs(state)
+        return self._epoch.results() | evaluation_logs(state)
 
     def _show_rate(self, state: LoopState) -> None:
         """Sets the optimizer's learning rate to the one in use, for callbacks to read."""

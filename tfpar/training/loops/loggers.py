@@ -104,15 +104,18 @@ class _Logger:
     def __init__(self, begin: Callable[[int], _Log]) -> None:
         self._begin = begin
         self._log: _Log | None = None
-        self._evaluated_at = -1
+        self._evaluated_at = self._step = -1
 
     def log(self, state: LoopState) -> None:
         """Logs a row."""
         cluster = cluster_info.detect()
         if cluster is not None and not cluster.is_chief:
             return
+        if state.step < self._step:  # the run before failed, so that its end was not told
+            self.end(state)
         if self._log is None:
             self._log = self._begin(state.step)
+        self._step = state.step
         values = state.since.results() if len(state.since.losses) else {}
         if state.evaluated_at > self._evaluated_at:
             self._evaluated_at = state.evaluated_at
@@ -125,7 +128,7 @@ class _Logger:
         """Ends the log, if this process has one."""
         if self._log is not None:
             self._log.finish()
-            self._log = None
+        self._log, self._evaluated_at, self._step = None, -1, -1
 
 
 class _Csv:

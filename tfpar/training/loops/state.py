@@ -70,6 +70,41 @@ class Interval:
         return {"loss": loss, **(self.metric_results(self.metric_sums) if self.metric_sums else {})}
 
 
+class RunningResults:
+    """The results of consecutive steps so far, at a cost that does not grow with their number.
+
+    Losses are added up in the order of the steps, so that results do not depend on how many steps come at once.
+
+    Args:
+      metric_results: Metrics by name from the sums of their states.
+    """
+
+    def __init__(self, metric_results: MetricResults) -> None:
+        self._metric_results = metric_results
+        self._loss_sum = self._count = 0.0
+        self._metric_sums: list[np.ndarray] = []
+
+    def add(self, steps: Interval) -> None:
+        """Adds the steps that come next."""
+        losses, counts = steps.losses[steps.counted], steps.counts[steps.counted]
+        self._loss_sum = _added(self._loss_sum, losses * counts)
+        self._count = _added(self._count, counts)
+        before = self._metric_sums or [np.zeros_like(each) for each in steps.metric_sums]
+        self._metric_sums = [old + new for old, new in zip(before, steps.metric_sums, strict=True)]
+
+    def results(self) -> dict[str, Any]:
+        """As of one interval of all these steps, see `Interval.results`."""
+        if not self._count:
+            return {"loss": math.nan}
+        metrics = self._metric_results(self._metric_sums) if self._metric_sums else {}
+        return {"loss": self._loss_sum / self._count, **metrics}
+
+
+def _added(total: float, values: np.ndarray) -> float:
+    """The total and values, added one after the other; `np.sum` would add them in pairs."""
+    return float(np.cumsum([total, *values])[-1])
+
+
 _NO_STEPS = Interval(np.zeros(0), np.zeros(0), np.zeros(0, bool))
 
 
