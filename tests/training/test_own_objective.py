@@ -37,7 +37,7 @@ def model():
     return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
 
 
-def fitted(**goal):
+def fitted(model=model, **goal):
     random = np.random.default_rng(0)
     x = random.normal(size=[22, 3]).astype(np.float32)
     trainer = tfpar.Trainer(model, "sgd", learning_rate=0.05, global_batch_size=8, verbose=0, seed=2, **goal)
@@ -51,6 +51,15 @@ def test_it_trains_as_the_loss_that_it_writes_down():
         np.testing.assert_allclose(one, other, rtol=1e-5)
     assert result["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
     assert np.isfinite(result.history["mean_output"]).all()
+
+
+def test_it_takes_the_place_of_a_loss_that_the_model_was_compiled_with():
+    compiled = model()
+    compiled.compile(keras.optimizers.SGD(0.05), "mae", metrics=["mse"], loss_weights=2.0)
+    _, expected = fitted(objective=SquaredError)
+    _, result = fitted(model=compiled, objective=SquaredError)
+    assert result["params_sha256"] == expected["params_sha256"]
+    assert result.history.keys() == expected.history.keys()
 
 
 @pytest.mark.parametrize(

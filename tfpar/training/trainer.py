@@ -118,7 +118,7 @@ class Trainer:
         if isinstance(layout, strategies.Runtime):
             runtime, layout = runtime or _deprecated_layout(layout), None
         goal = Goal(loss, loss_weights, metrics, weighted_metrics)
-        optimizer, goal = _with_compiled(model, optimizer, goal)
+        optimizer, goal = _with_compiled(model, optimizer, goal, objective)
         optimizer, given = with_own_accumulation(optimizer, given, config)
         config = _with_options(config, given, optimizer)
         spec = OptimizerSpec.of(optimizer, given, config)
@@ -364,15 +364,15 @@ class Trainer:
         return source, validation
 
 
-def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:
-    """Optimizer and goal, taken from the arguments of the model's `compile` unless they are given."""
+def _with_compiled(model: Any, optimizer: Any, goal: Goal, objective: Any) -> tuple[Any, Goal]:
+    """Optimizer and, without an objective, goal: taken from the arguments of the model's `compile` unless given."""
     if not isinstance(model, keras.Model) or not model.compiled:
         return optimizer, goal
     arguments = keras_compile.compile_arguments(model)
     from_compile = arguments.pop("optimizer", None)
     if goal.loss is not None:  # its weights belong to another loss
         arguments.pop("loss_weights", None)
-    missing = {name: value for name, value in arguments.items() if getattr(goal, name) is None}
+    missing = {name: value for name, value in arguments.items() if objective is None and getattr(goal, name) is None}
     return (from_compile if optimizer is None else optimizer), dataclasses.replace(goal, **missing)
 
 
