@@ -88,7 +88,7 @@ def _ends_in_softmax(layer: Any) -> bool:
         return _ends_in_softmax(next((each for each in reversed(layers) if not _keeps_values(each)), None))
     named = {_name_of(each): each for each in layers}
     name, call = _first_call(outputs)
-    while _keeps_values(each := named.get(name)):
+    while (each := named.get(name)) and _keeps_values(each):
         del named[name]  # ends, whatever the file says
         nodes = each.get("inbound_nodes")
         name, call = _input_call(nodes[call]) if isinstance(nodes, list) and call < len(nodes) else ("", 0)

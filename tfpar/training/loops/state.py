@@ -85,7 +85,9 @@ class RunningResults:
         self._metric_sums: list[np.ndarray] = []
 
     def add(self, steps: Interval) -> None:
-        """Adds the steps that come next."""
+        """Adds the steps that come next, if there are any."""
+        if not len(steps.losses):
+            return
         losses, counts = steps.losses[steps.counted], steps.counts[steps.counted]
         self._loss_sum = _added(self._loss_sum, losses * counts)
         self._count = _added(self._count, counts)
