@@ -6,6 +6,7 @@ from typing import Any
 
 import tfpar
 from tests.integration.scripts import divided, divided_models
+from tests.training.own_optimizers import EachAlone, OfOneTotal, OfOwnApply
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim.block_update import blocks_of
 from tfpar.parallel.topology import Topology
@@ -103,32 +104,6 @@ def test_blocks_have_the_state_of_their_weights():
 def test_what_does_not_work_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         validate_config(ExperimentConfig.from_flat_dict({**divided.COMMON, "offload": "optimizer", **options}))
-
-
-class OfOneTotal(keras.optimizers.SGD):
-    """Sums squares over all weights."""
-
-    def build(self, variables):
-        super().build(variables)
-        self.total = self.add_variable((), name="total")
-
-    def update_step(self, gradient, variable, learning_rate):
-        self.assign_add(self.total, keras.ops.sum(gradient * gradient))
-        super().update_step(gradient, variable, learning_rate)
-
-
-class OfOwnApply(keras.optimizers.SGD):
-    """Sees all gradients at once."""
-
-    def apply(self, grads, trainable_variables=None):
-        return super().apply(grads, trainable_variables)
-
-
-class EachAlone(keras.optimizers.Adam):
-    """Updates each weight by itself."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        super().update_step(-gradient, variable, learning_rate)
 
 
 @pytest.mark.parametrize(("kind", "part"), [(OfOneTotal, "variable 'total'"), (OfOwnApply, "method 'apply'")])

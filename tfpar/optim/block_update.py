@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
-from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS
+from tfpar.optim.optimizers import ELEMENTWISE, WHOLE_TENSORS, recreate
 from tfpar.optim.pure_update import PureUpdate, apply_reached
 
 import keras
@@ -48,8 +48,7 @@ def blocks_of(optimizer: keras.optimizers.Optimizer, most_bytes: int) -> tuple[l
     """
     variables = optimizer.variables
     changed = _changed(optimizer)
-    counts = Counter(index for indices in changed for index in indices)
-    shared = {index for index, count in counts.items() if count > 1}
+    shared = _of_several(changed)
     slots = [[index for index in indices if index not in shared] for indices in changed]
     blocks: list[list[int]] = []
     size = 0
@@ -100,6 +99,26 @@ def apply_block(
         apply_reached(view, gradients, chosen)
     new = [scope.get_current_value(variable) for variable in chosen]
     return new, {index: scope.get_current_value(variables[index]) for index in state}
+
+
+def combining_part(optimizer: keras.optimizers.Optimizer) -> str:
+    """The part of an optimizer that may combine several weights, as words for an error; empty if it has none.
+
+    Args:
+      optimizer: One of any class; a copy of it is tried on small weights.
+    """
+    if type(optimizer) in _KNOWN:
+        return ""
+    copy = recreate(optimizer)
+    shapes = (8, 8), (8,), (8, 8)
+    copy.build([keras.Variable(tf.zeros(shape), name=f"weight_{place}") for place, shape in enumerate(shapes)])
+    return _combining_part(copy, _of_several(_changed(copy)))
+
+
+def _of_several(changed: Sequence[Sequence[int]]) -> set[int]:
+    """Indices of the variables that the updates of several weights change, from those that each weight's does."""
+    counts = Counter(index for indices in changed for index in indices)
+    return {index for index, count in counts.items() if count > 1}
 
 
 def _combining_part(optimizer: keras.optimizers.Optimizer, shared: Collection[int]) -> str:

@@ -20,6 +20,7 @@ from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange import spec as specs
 from tfpar.exchange.sharding.codecs import sharded_codec
 from tfpar.exchange.sharding.shards import Piece
+from tfpar.optim.block_update import combining_part
 from tfpar.parallel.split import copies_of
 from tfpar.parallel.topology import Topology
 from tfpar.training.optimizer_spec import OptimizerSpec
@@ -78,7 +79,7 @@ class OwnShare:
 
         def make_optimizer() -> keras.optimizers.Optimizer:
             optimizer = spec.create(config)
-            _check_optimizer(optimizer)
+            _check_optimizer(optimizer, config.train.shard)
             names.append(optimizer.name)
             optimizer.name = names[0]  # state is saved by it, and any device may be the one that saves
             return optimizer
@@ -324,7 +325,12 @@ def _check_all_can_be_in_pieces(weights: Sequence[keras.Variable], shard: str) -
         )
 
 
-def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+def _check_optimizer(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
+    if part := combining_part(optimizer):
+        raise ConfigError(
+            f"--shard={shard}: {part} of {type(optimizer).__name__} may combine weights, of which each replica updates "
+            "a share: results could change. Use --shard=none, or an optimizer of Keras."
+        )
     for name in ("clipnorm", "global_clipnorm"):
         if getattr(optimizer, name, None):
             raise ConfigError(
