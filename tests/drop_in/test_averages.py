@@ -132,3 +132,22 @@ def test_weighted_mean():
     assert callbacks.weighted_mean([1.0, 2.0], [0.0, 0.0]) == 1.5
     assert callbacks.weighted_mean([float("nan"), 2.0], [0.0, 3.0]) == 2.0
     assert callbacks.weighted_mean([0.1, 0.1, 0.1], [1.0, 1.0, 1.0]) == 0.1
+
+
+def test_ends_of_batches_may_come_out_of_order(alone, monkeypatch):
+    """Keras calls them in threads: that of the last batch but one may be the last to run."""
+    spy = callbacks.AverageMetrics()
+    ended = []
+
+    def swapped(batch, logs=None):
+        ended.append(batch)
+        if len(ended) % 4 in (1, 2):
+            callbacks.AverageMetrics.on_train_batch_end(spy, batch, logs)
+        elif len(ended) % 4 == 0:
+            for late in (3, 2):
+                callbacks.AverageMetrics.on_train_batch_end(spy, late, logs)
+
+    monkeypatch.setattr(spy, "on_train_batch_end", swapped)
+    history = fit(alone, callback=lambda: spy, epochs=2, batch_size=len(X) // 4)
+    assert ended == [0, 1, 2, 3] * 2
+    assert len(history.history["loss"]) == 2

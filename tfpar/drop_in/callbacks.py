@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -27,7 +28,7 @@ class _InStep(keras.callbacks.Callback):
         self._workers: Workers | None = None
         self._optimizers: list[keras.optimizers.Optimizer] = []
         self._steps: int | None = None
-        self._done = 0
+        self._done, self._counting = 0, threading.Lock()
         self._begun = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -85,7 +86,8 @@ class _InStep(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts."""
         del logs
-        self._done = batch + 1
+        with self._counting:  # Keras calls this in threads of a pool, of which an earlier one may come later
+            self._done = max(self._done, batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Refuses an epoch that ended before its time.
@@ -203,7 +205,7 @@ class AverageMetrics(_InStep):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the metrics of the training epoch after its last batch: an earlier callback may evaluate at its end."""
         super().on_train_batch_end(batch, logs)
-        if self._workers is not None and self._steps is not None and self._done >= self._steps:
+        if self._workers is not None and self._steps is not None and batch + 1 >= self._steps:
             # Keras may call this in another thread while validation resets the metrics; then they are noted already.
             self._noted.setdefault("train", self._snapshot())
 
