@@ -28,8 +28,7 @@ class _InStep(keras.callbacks.Callback):
         self._workers: Workers | None = None
         self._optimizers: list[keras.optimizers.Optimizer] = []
         self._steps: int | None = None
-        self._done, self._counting = 0, threading.Lock()
-        self._begun = False
+        self._done, self._begun, self._counting = 0, False, threading.Lock()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Compares the steps that workers are going to make.

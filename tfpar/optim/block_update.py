@@ -131,9 +131,8 @@ def _combining_part(optimizer: keras.optimizers.Optimizer, shared: Collection[in
     kind = type(optimizer)
     if kind in _KNOWN:
         return ""
-    for name in ("apply", "_backend_update_step"):  # they are given all weights at once
-        if all(getattr(kind, name) is not getattr(known, name) for known in _KNOWN):
-            return f"the method {name!r}"
+    if all(kind.apply is not known.apply for known in _KNOWN):  # it is given all weights at once
+        return "the method 'apply'"
     variables = [optimizer.variables[index] for index in sorted(shared)]
     return next((f"the variable {each.name!r}" for each in variables if each is not optimizer.iterations), "")
 
