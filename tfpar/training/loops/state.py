@@ -196,8 +196,8 @@ class LoopState:
         return self.replace(
             step=self.step + len(steps.losses),
             skipped=self.skipped + int(np.sum(steps.skipped)),
-            loss_sum=float(np.cumsum([loss_sum, *losses])[-1]),
-            loss_count=float(np.cumsum([loss_count, *counts])[-1]),
+            loss_sum=_added(loss_sum, losses),
+            loss_count=_added(loss_count, counts),
         )
 
     def evaluated(self, step: int, results: Mapping[str, Any]) -> LoopState:
