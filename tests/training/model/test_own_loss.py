@@ -124,6 +124,22 @@ def test_an_overridden_loss_must_be_a_scalar():
         made.fit(inputs.from_arrays(*arrays()), steps=1)
 
 
+@pytest.mark.parametrize(
+    ("later", "named"),
+    [
+        (lambda x, y: (x, {"a": y, "b": y}), "labels.*different structure"),
+        (lambda x, y: (x[:, :3], y), r"cannot be called on .*\[3\]"),
+    ],
+)
+def test_later_data_of_another_structure_are_refused(later, named):
+    made = trainer(own_loss)
+    x, y = arrays()
+    made.fit(inputs.from_arrays(x, y), steps=1)
+    made.evaluate(inputs.from_arrays(x[:7], y[:7]))
+    with pytest.raises(ConfigError, match=named):
+        made.evaluate(inputs.from_arrays(*later(x, y)))
+
+
 def test_a_missing_loss_is_named_also_where_a_function_builds_the_model():
     made = trainer(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(1)]))
     with pytest.raises(ConfigError, match="loss is missing"):

@@ -15,7 +15,7 @@ from tfpar.training.model.support import overriding_class
 from tfpar.training.objective import Batch, Goal, Objective, ObjectiveSums, OwnGoal, SupervisedObjective, Totals
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.metrics import MetricTerm, build_metrics
-from tfpar.training.objective.outputs import outputs_of, with_examples
+from tfpar.training.objective.outputs import check_inputs, check_labels, outputs_of, with_examples
 from tfpar.training.objective.supervised import weight_of_each
 
 import keras
@@ -36,6 +36,8 @@ class _Bound:
 
     metrics: Sequence[MetricTerm]
     totals: Totals
+    labels: Any
+    inputs: list[Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +59,8 @@ class OwnLossObjective:
     def bind(self, input_spec: Any, label_spec: Any) -> None:
         """Assigns the metrics to the outputs; see `SupervisedObjective.bind`."""
         if self._bound:
+            check_labels(label_spec, self._bound[0].labels)
+            check_inputs(self.model, input_spec, self._bound[0].inputs)
             return
         metrics: Sequence[MetricTerm] = ()
         if keras.tree.flatten([self.goal.metrics, self.goal.weighted_metrics]):
@@ -74,9 +78,8 @@ class OwnLossObjective:
             return {"loss": float(loss / count), **results(state)}
 
         variables = additive_metrics.variables([*by_name.values()])
-        self._bound.append(
-            _Bound(metrics, Totals(variables=variables, results=results, evaluation=evaluation, metrics=by_name))
-        )
+        totals = Totals(variables=variables, results=results, evaluation=evaluation, metrics=by_name)
+        self._bound.append(_Bound(metrics, totals, label_spec, [input_spec]))
 
     @property
     def totals(self) -> Totals:

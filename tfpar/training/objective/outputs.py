@@ -174,6 +174,29 @@ def check_inputs(model: keras.Model, input_spec: Any, accepted: list[Any]) -> No
         accepted.append(input_spec)
 
 
+def check_labels(label_spec: Any, bound: Any) -> None:
+    """Refuses labels that an objective, which is bound to others, cannot take.
+
+    Args:
+      label_spec: Structure of `tf.TensorSpec`, of one example.
+      bound: That of the labels to which losses and metrics were assigned.
+
+    Raises:
+      ConfigError: Their structures, or the ranks of their leaves, differ.
+    """
+    try:
+        keras.tree.assert_same_structure(bound, label_spec)
+        pairs = zip(tf.nest.flatten(bound), tf.nest.flatten(label_spec), strict=True)
+        same = all(one.shape.rank == other.shape.rank for one, other in pairs)
+    except (ValueError, TypeError):
+        same = False
+    if not same:
+        raise ConfigError(
+            f"labels {label_spec} have a different structure from those that this trainer saw first, {bound}. Make "
+            "another Trainer for them."
+        )
+
+
 def reads_strings(model: keras.Model) -> bool:
     """Whether a model has string inputs: by its graph or, without a graph, by its layers that look up strings."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])

@@ -16,7 +16,7 @@ from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.losses import Losses, build_losses
 from tfpar.training.objective.metrics import MetricTerm, build_metrics
 from tfpar.training.objective.names import unknown_in_keras
-from tfpar.training.objective.outputs import check_inputs, layers_adding_losses, outputs_of, with_examples
+from tfpar.training.objective.outputs import check_inputs, check_labels, layers_adding_losses, outputs_of, with_examples
 from tfpar.training.objective.protocol import Batch, ObjectiveSums, Tensors, Totals
 from tfpar.training.objective.weighting import SUM
 
@@ -118,7 +118,7 @@ class SupervisedObjective:
           ConfigError: Losses, metrics, labels and outputs that do not fit; the first of them.
         """
         if self._bound:
-            self._check_same_labels(label_spec)
+            check_labels(label_spec, self._bound[0].labels)
             check_inputs(self.model, input_spec, self._bound[0].inputs)
             return
         sizes = {size for spec in tf.nest.flatten([input_spec, label_spec]) for size in spec.shape}
@@ -192,22 +192,6 @@ class SupervisedObjective:
             sums = metric.sums(labels[metric.y], flat[metric.outputs], weights[metric.y], weight)
             metrics += [tf.cast(value, tf.float32) for value in sums]
         return ObjectiveSums(loss, count, list(new_state), metrics)
-
-    def _check_same_labels(self, label_spec: Any) -> None:
-        bound = self._bound[0].labels
-        try:
-            keras.tree.assert_same_structure(bound, label_spec)
-            same = all(
-                one.shape.rank == other.shape.rank
-                for one, other in zip(tf.nest.flatten(bound), tf.nest.flatten(label_spec), strict=True)
-            )
-        except (ValueError, TypeError):
-            same = False
-        if not same:
-            raise ConfigError(
-                f"labels {label_spec} have a different structure from those that this trainer saw first, {bound}. Make "
-                "another Trainer for them."
-            )
 
 
 def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool) -> Totals:
