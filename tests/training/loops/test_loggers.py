@@ -52,7 +52,8 @@ def test_a_csv_file_has_a_row_every_so_many_steps_and_continues(tmp_path):
     assert float(rows[-1]["val_accuracy"]) == result["eval"]["accuracy"]
 
 
-def test_a_hook_logs_each_of_several_runs(tmp_path):
+@pytest.mark.parametrize("failing", [3, 5])  # after the step of the next run's first row, or of a later one
+def test_a_hook_logs_each_of_several_runs(tmp_path, failing):
     """Also after one that failed: its end is not told to the hook."""
     path, hook = tmp_path / "log.csv", tfpar.loggers.csv(tmp_path / "log.csv", every=2)
 
@@ -61,7 +62,7 @@ def test_a_hook_logs_each_of_several_runs(tmp_path):
 
     evaluated = []
     with pytest.raises(OverflowError):
-        fit([hook, tfpar.Hook(5, fail)])
+        fit([hook, tfpar.Hook(failing, fail)])
     for _ in range(2):
         fit([hook])
         with path.open(newline="") as file:

@@ -111,7 +111,7 @@ class _Logger:
         cluster = cluster_info.detect()
         if cluster is not None and not cluster.is_chief:
             return
-        if state.step < self._step:  # the run before failed, so that its end was not told
+        if state.step <= self._step:  # the run before failed, so that its end was not told
             self.end(state)
         if self._log is None:
             self._log = self._begin(state.step)
