@@ -22,4 +22,4 @@ def printed(folder: pathlib.Path, text: str, *arguments: str, launcher: Sequence
     environ = {name: value for name, value in os.environ.items() if name != ALLOCATOR} | environment
     environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
     command = [sys.executable, *launcher, str(script), *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=True).stdout
