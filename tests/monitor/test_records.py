@@ -181,7 +181,8 @@ import sys
 from tests.training.trainers import source, trainer_of
 
 for steps in (2, 3):
-    found = trainer_of(workdir=sys.argv[1], schedule="constant", jit_compile="false").fit(source(), steps=steps, validation=source())
+    trainer = trainer_of(workdir=sys.argv[1], schedule="constant", jit_compile="false")
+    found = trainer.fit(source(), steps=steps, validation=source())
     print("found", found["steps"], found["failed_writes"], found["failed_checkpoints"])
 """
 
