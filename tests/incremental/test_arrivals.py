@@ -160,6 +160,27 @@ def test_a_delivery_waits_for_enough_examples_or_long_enough(places, shards, tmp
     assert chief.next(15) == (None, True)
 
 
+def test_a_file_that_arrives_with_stop_during_a_scan_is_learned(places, shards, tmp_path, monkeypatch):
+    """Both arrive after the scan has passed; the run must not end on a STOP whose file it has not seen."""
+    chief, _ = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    _, incoming = places
+    look, scans = chief._arrivals.look, []
+
+    def look_before_they_arrive(*known):
+        found = look(*known)
+        scans.append(found)
+        if len(scans) == 1:
+            arrive(shard(shards, 1), incoming)
+            (incoming / STOP).touch()
+        return found
+
+    monkeypatch.setattr(chief._arrivals, "look", look_before_they_arrive)
+    assert [chief.next(0) for _ in range(2)] == [(None, False)] * 2
+    delivery, _ = chief.next(0)
+    assert delivery is not None
+    assert [file.name for file in delivery.files] == [shard(shards, 1).name]
+
+
 def looked(chief: Chief, position: int, scans: int = 2):
     """What the last of some scans returns."""
     return [chief.next(position) for _ in range(scans)][-1]

@@ -89,6 +89,7 @@ class Chief:
         if delivery := self._unfinished(position):
             return delivery, False
         now = time.monotonic()
+        stops = self._arrivals.stops  # before the scan, which so finds every file that arrived before STOP
         # A waiting file that was appended to or replaced counts as another file, which a later scan finds.
         self._waiting = self._arrivals.unchanged(self._waiting)
         known = {file.identity for file in (*self._waiting, *self._twins)}
@@ -106,7 +107,7 @@ class Chief:
         self._twins = twins
         if arrived or others:
             self._idle_since = now
-        ends = self._arrivals.stops and not others
+        ends = stops and not others
         ends |= 0.0 < self._options.idle_seconds <= now - self._idle_since
         examples = sum(file.examples for file in self._waiting)
         late = now - self._waits_since >= self._options.delivery_seconds
