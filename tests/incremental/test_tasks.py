@@ -178,6 +178,31 @@ def test_the_fisher_information_is_that_of_logistic_regression():
     np.testing.assert_allclose(kernel, np.einsum("nc,nf->fc", variance, x**2) / 24, rtol=0.15)
 
 
+class Untrained(keras.Model):
+    """A model whose `call` takes no `training`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def test_the_fisher_information_is_that_of_any_model():
+    """Whether or not its `call` takes `training`."""
+    keras.utils.set_random_seed(1)
+    plain, own = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)]), Untrained()
+    own(np.zeros([1, 2], np.float32))
+    own.set_weights(plain.get_weights())
+    informations = (
+        consolidation.fisher_information(model, dataclasses.replace(source(), scale=0.01), np.arange(5), seed=3)
+        for model in (plain, own)
+    )
+    for one, other in zip(*informations, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_the_fisher_information_leaves_out_skipped_examples_and_takes_any_seed():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tfpar.checkpoint.arrays import read_arrays, write_arrays
 from tfpar.inputs.bad_records import fetch_with_mask
 from tfpar.inputs.source import Source
+from tfpar.training.model.call import call_model
 
 import keras
 import numpy as np
@@ -126,7 +127,7 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
             (x, _), usable = source.fetch(index[tf.newaxis]), tf.ones([1], tf.bool)
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            logits, _ = model.stateless_call(weights, state, x, training=False)
+            logits = call_model(model, weights, state, x, training=False).outputs
             scores = tf.cast(tf.stop_gradient(logits), tf.float32)
             noise = tf.random.stateless_uniform(tf.shape(scores), [seed & 0x7FFFFFFF, place], 1e-6, 1.0 - 1e-6)
             label = tf.argmax(scores - tf.math.log(-tf.math.log(noise)), axis=-1)  # a draw from p (Gumbel-max)
