@@ -210,6 +210,20 @@ def test_a_start_that_skips_tasks_draws_the_numbers_of_one_that_does_not(tmp_pat
     assert drawn[0] == drawn[1]
 
 
+def test_an_earlier_model_is_run_for_the_labels_of_training_and_validation_alone():
+    """Evaluations on the tasks so far read only the class."""
+    made = learner(method="lwf", epochs=1.0)
+    teacher, asked = made._teacher, []
+
+    def counted(number):
+        logits = teacher(number)
+        return lambda source: asked.append(source.info.num_examples) or logits(source)
+
+    made._teacher = counted
+    assert len(made.learn()["matrix"]) == 2
+    assert asked == [24, 24]
+
+
 def test_an_earlier_model_names_or_skips_an_example_that_cannot_be_read():
     made = learner(method="lwf")
     made._earlier = build(4).get_weights()

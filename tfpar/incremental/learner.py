@@ -127,13 +127,14 @@ class IncrementalLearner:
         own, validation = self._examples(number), self._held_out(task, number)
         if logits is not None:
             own, validation = (with_logits(each, logits(each), self._digest) for each in (own, validation))
+            classes = own.info.label_spec.shape[0] - 1  # of the earlier model
         summary = trainer.fit(own, validation=validation)
         if not summary.finished:
             return ""
         for place in range(number + 1):
             held_out = self._held_out(self.tasks[place], number)
             if logits is not None:  # the metric reads only the class
-                held_out = with_logits(held_out, logits(held_out), self._digest)
+                held_out = with_logits(held_out, np.zeros([held_out.info.num_examples, classes], np.float32), "none")
             self.matrix[number, place] = trainer.evaluate(held_out)["accuracy"]
         self._earlier = weights_of(trainer)
         if options.method == "ewc":
