@@ -287,3 +287,21 @@ def test_two_replicas_learn_what_one_does():
 def test_what_cannot_work_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         learner(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"warm_start": "model.keras"}, r"--warm_start=\S+ does not work with incremental"),
+        ({"lora": "4"}, r"--lora=4 does not work with incremental"),
+        ({"local_steps": 5}, r"--local_steps=5 does not work with incremental"),
+        ({"watch": "incoming"}, r"--watch=incoming: IncrementalLearner learns tasks\. Use .*OnlineLearner"),
+    ],
+)
+def test_the_learner_itself_refuses_what_cannot_work(options, said, tmp_path, monkeypatch):
+    """As the command does, before anything is built."""
+    build(4).save(tmp_path / "model.keras")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tests.incremental.test_learner.check", lambda config: None)
+    with pytest.raises(ConfigError, match=said):
+        learner(**options)

@@ -131,6 +131,25 @@ def test_what_does_not_go_with_watching_is_refused(options, message, tmp_path):
         check(config_of("base", tmp_path, tmp_path / "run", **options))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup_steps": 0.05}, "--warmup_steps=0.05 is a share of a run's steps"),
+        ({"method": "ewc"}, "--method=ewc works with --tasks"),
+        ({"remainder": "drop"}, "--remainder=drop: with --watch, each example is learned exactly once"),
+        ({"lora": "4"}, "--lora=4 does not work with incremental learning"),
+        ({"local_steps": 5}, "--local_steps=5 does not work with incremental learning"),
+        ({"watch": "", "watch_every": 2.0, "delivery_examples": 0}, "OnlineLearner learns from files .* --watch"),
+    ],
+)
+def test_the_learner_itself_refuses_what_does_not_go_with_watching(options, message, places, tmp_path, monkeypatch):
+    """As the command does, before anything is built."""
+    base, incoming = places
+    monkeypatch.setattr("tests.incremental.watched.check", lambda config: None)
+    with pytest.raises(ConfigError, match=message):
+        learner_of(base, incoming, tmp_path / "run", **options)
+
+
 def test_other_data_sets_are_refused(tmp_path):
     info = load("digits", "train").info
     with pytest.raises(ConfigError, match="must be images:DIR or tfrecord:GLOB, not digits"):

@@ -7,18 +7,22 @@ import os
 
 from tfpar import cluster
 from tfpar.config import ConfigError, ExperimentConfig, IncrementalConfig
-from tfpar.parallel.topology import choose_topology
+from tfpar.parallel.topology import Topology, choose_topology
 
 _NEVER = 1 << 60  # steps
 
 
-def check(config: ExperimentConfig) -> None:
+def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
     """Refuses options that do not work with incremental learning.
+
+    Args:
+      config: The whole configuration.
+      topology: The topology of the run; by default the one that follows from the configuration and the cluster.
 
     Raises:
       ConfigError: There is such an option; the message says what to do instead.
     """
-    topology = choose_topology(config.strategy, cluster.detect())
+    topology = topology or choose_topology(config.strategy, cluster.detect())
     if topology.name in ("parameter_server", "tpu"):
         raise ConfigError(
             f"--strategy={topology.name} does not work with incremental learning yet. Use one_device, mirrored or "

@@ -25,7 +25,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.guards import bad_examples
 from tfpar.incremental import generators
-from tfpar.incremental.checks import incremental_of
+from tfpar.incremental.checks import check, incremental_of
 from tfpar.incremental.consolidation import Consolidation, fisher_information
 from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_logits, with_logits
 from tfpar.incremental.replay import kept_examples, room_for, with_replay
@@ -66,12 +66,21 @@ class IncrementalLearner:
     Attributes:
       tasks: The tasks, in order.
       matrix: Accuracies `[T, T]`: row t has the accuracies on each task after learning task t; NaN for later tasks.
+
+    Raises:
+      ConfigError: An option that does not work with incremental learning; the message says what to do instead.
     """
 
     def __init__(
         self, build: Build, train: Source, validation: Source, *, config: ExperimentConfig, runtime: Runtime
     ) -> None:
         self._options = incremental_of(config)
+        if self._options.watch:
+            raise ConfigError(
+                f"--watch={self._options.watch}: IncrementalLearner learns tasks. Use tfpar.incremental.OnlineLearner, "
+                "or leave it out."
+            )
+        check(config, runtime.topology)
         self._build, self._train, self._validation = build, train, validation
         self._config, self._runtime = config, runtime
         self.tasks: list[Task] = split_tasks(

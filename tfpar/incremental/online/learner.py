@@ -26,7 +26,7 @@ from tfpar.checkpoint import format as files
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig, TrainingError
-from tfpar.incremental.checks import incremental_of, watching
+from tfpar.incremental.checks import check, incremental_of, watching
 from tfpar.incremental.online.arrivals import form_of
 from tfpar.incremental.online.chief import Chief
 from tfpar.incremental.online.journal import Delivery
@@ -67,6 +67,9 @@ class OnlineLearner:
       validation: Examples for the evaluation after each delivery, or None.
       config: The whole configuration, with a section `incremental`.
       runtime: The result of `tfpar.initialize`.
+
+    Raises:
+      ConfigError: `--watch` is not given, or an option does not work with it; the message says what to do instead.
     """
 
     def __init__(
@@ -78,8 +81,14 @@ class OnlineLearner:
         config: ExperimentConfig,
         runtime: Runtime,
     ) -> None:
-        config = watching(config)
         self._options = incremental_of(config)
+        if not self._options.watch:
+            raise ConfigError(
+                "OnlineLearner learns from files as they arrive: give their directory, --watch. For tasks, use "
+                "tfpar.incremental.IncrementalLearner."
+            )
+        check(config, runtime.topology)
+        config = watching(config)
         self._runtime, self._train, self._validation = runtime, train, validation
         topology = runtime.topology
         self._form = form_of(config.input, train.info, self._options.watch)
