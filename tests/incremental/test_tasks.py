@@ -178,6 +178,24 @@ def test_the_fisher_information_is_that_of_logistic_regression():
     np.testing.assert_allclose(kernel, np.einsum("nc,nf->fc", variance, x**2) / 24, rtol=0.15)
 
 
+def test_too_little_room_for_all_classes_leaves_out_any_of_them(caplog):
+    """Not always the last ones; what had been let go does not come back with more classes."""
+    labels = np.arange(1200) % 12
+    made = [tasks.Task(str(place), np.flatnonzero(labels // 4 == place), np.zeros(0), ()) for place in range(3)]
+    kept = set()
+    for seed in range(20):
+        of_seed = [
+            replay.kept_examples(made[:count], labels, 6, policy="balanced", seed=seed).tolist() for count in (1, 2, 3)
+        ]
+        assert [len(each) for each in of_seed] == [6, 6, 6]
+        assert len({*labels[of_seed[2]]}) == 6
+        assert {example for example in of_seed[2] if labels[example] < 8} <= {*of_seed[1]}
+        kept.update(labels[of_seed[2]])
+    assert kept == {*range(12)}
+    assert "room for 6 examples, and 12 classes have come: 6 of them are not kept at all" in caplog.text
+    assert "and 4 classes" not in caplog.text
+
+
 class Untrained(keras.Model):
     """A model whose `call` takes no `training`."""
 

@@ -6,6 +6,7 @@ Shapes: n examples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from tfpar.config import ConfigError
@@ -16,14 +17,17 @@ from tfpar.inputs.source import Source
 import numpy as np
 import tensorflow as tf
 
+_log = logging.getLogger(__name__)
+
 
 def kept_examples(tasks: Sequence[Task], labels: np.ndarray, room: int, *, policy: str, seed: int) -> np.ndarray:
     """Returns the indices of the examples that are kept after some tasks, int64, at most `room`.
 
     Each example has a random key. `reservoir` keeps the examples with the smallest keys so far, which are a uniform
     sample, like that of a reservoir (Vitter 1985, Random Sampling with a Reservoir). `balanced` keeps the examples with
-    the smallest keys of each class; when more classes arrive, each class first loses the examples with the largest
-    keys.
+    the smallest keys of each class, equally many; if the room is not divisible by the number of classes, the classes
+    whose next key is smallest keep one more. When more classes arrive, each class first loses the examples with the
+    largest keys.
 
     Args:
       tasks: The tasks so far.
@@ -39,8 +43,15 @@ def kept_examples(tasks: Sequence[Task], labels: np.ndarray, room: int, *, polic
         return np.sort(order[:room])
     by_class = [order[labels[order] == label] for label in np.unique(labels[seen])]
     kept: list[int] = []
+    if room < len(by_class):
+        _log.warning(
+            "replay has room for %d examples, and %d classes have come: %d of them are not kept at all. Give a larger "
+            "--replay_examples, or a larger --replay_bytes if that is the limit.",
+            *(room, len(by_class), len(by_class) - room),
+        )
     for place in range(max(map(len, by_class))):  # one of each class in turn
-        kept += [int(each[place]) for each in by_class if place < len(each)][: room - len(kept)]
+        turn = sorted((int(each[place]) for each in by_class if place < len(each)), key=lambda example: keys[example])
+        kept += turn[: room - len(kept)]
         if len(kept) == room:
             break
     return np.sort(np.asarray(kept, np.int64))
