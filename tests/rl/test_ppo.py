@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.config import ReinforcementConfig
 from tfpar.rl import environments, vector
 from tfpar.rl.normalization import Statistics
 from tfpar.rl.policy import Distribution, build_policy
 from tfpar.rl.ppo import PPO
 from tfpar.rl.rollout import roll_out
+from tfpar.rl.sums import Scales
 from tfpar.training.model.call import call_model
 from tfpar.training.seeds import run_seed
 
@@ -122,14 +124,12 @@ def test_the_objective_is_equation_9_of_the_paper(model):
     ppo = algorithm(model, accumulate_steps=1)
     params, state = weights(model)
     state, memory = ppo.gather(params, state, ppo.initial_memory(0), tf.constant(0, tf.int64), 0)
-    x, targets, weight = tf.nest.map_structure(lambda part: part[0], ppo.batch(memory, tf.constant(1, tf.int64), 0))
+    batch = ppo.batch(memory, tf.constant(1, tf.int64), 0)
+    x, targets, weight = tf.nest.map_structure(lambda part: part[0], batch)
     # Another policy than the one that acted.
     shifted = [param + 1.5 * tf.cast(tf.random.stateless_normal(param.shape, [1, 2]), tf.float32) for param in params]
-    objective = ppo.objective
-    sums = objective(shifted, state, (x, targets, weight), training=False)
-    count, first, second = (float(part) for part in (sums.count, sums.metrics[1], sums.metrics[3]))
-    scales = objective.totals.scales(tf.constant([count, first, second]))
-    loss = objective(shifted, state, (x, targets, weight), training=True, scales=scales).loss / count
+    sums = ppo.objective(shifted, state, (x, targets, weight), training=True, scales=ppo.scales(batch, tf.identity))
+    loss = sums.loss / sums.count
 
     outputs = [np.asarray(part, np.float64) for part in call_model(model, shifted, state, x, training=True).outputs]
     past = targets.experience
@@ -141,6 +141,36 @@ def test_the_objective_is_equation_9_of_the_paper(model):
     assert np.any(ratio < 0.8)
     expected = np.mean(0.5 * 0.5 * (outputs[1][:, 0] - past.target) ** 2 - surrogate)
     assert float(loss) == pytest.approx(expected, rel=1e-4)
+    explained = 1.0 - np.var(past.target - past.value) / np.var(past.target)
+    assert ppo.objective.totals.results(sums.metrics)["explained_variance"] == pytest.approx(explained, rel=1e-4)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_advantages_are_normalised_however_large_their_mean_is(replicas):
+    """In float32, of the difference of mean square and squared mean no digit is left."""
+    random = np.random.default_rng(0)
+    advantage = (20_000.0 + random.normal(size=[2, 300])).astype(np.float32)
+    target = (-5_000.0 + random.normal(size=[2, 300])).astype(np.float32)
+    missed, weight = np.zeros_like(target), np.ones_like(target)
+    weight[:, 7] = 0.0
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{place}" for place in range(replicas)])
+
+    @tf.function(autograph=False)
+    def scaled():
+        def of_replica(replica):
+            parts = (tf.split(part, replicas, axis=1) for part in (advantage, target, missed, weight))
+            own = [tf.stack(part)[replica] for part in parts]
+            scales = Scales.of(*own, sum_over_replicas)
+            return (own[0] - scales.advantage) * scales.factor, scales.target
+
+        index = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        return [*map(strategy.experimental_local_results, strategy.run(of_replica, [index]))]
+
+    normalised, mean = scaled()
+    kept = np.delete(advantage.astype(np.float64), 7, axis=1)
+    found = np.delete(np.concatenate(normalised, axis=1), 7, axis=1)
+    np.testing.assert_allclose(found, (kept - kept.mean()) / kept.std(), atol=5e-3)
+    np.testing.assert_allclose(mean, np.delete(target.astype(np.float64), 7, axis=1).mean(), rtol=1e-6)
 
 
 def test_observations_are_scaled_by_what_was_seen_before(model):

@@ -6,7 +6,7 @@ All functions of an algorithm are pure functions of tensors, so that XLA compile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tfpar.config import ReinforcementConfig
@@ -119,4 +119,12 @@ class Algorithm(Protocol):
         """Returns the batch of a step on a replica: `(x, y, weight)` with a leading micro-batch dim.
 
         The arguments are those of `gather`.
+        """
+
+    def scales(self, batch: Batch, total: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+        """Returns what the objective takes as `scales`, or None: values of the whole batch, equal on all replicas.
+
+        Args:
+          batch: The batch of this step and replica.
+          total: Sums a tensor over all replicas; every replica calls it equally often.
         """

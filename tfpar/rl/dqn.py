@@ -310,6 +310,10 @@ class DQN:
         beta += (1.0 - beta) * tf.minimum(tf.cast(step, tf.float32) / max(self.total_steps, 1), 1.0)
         return memory.written - 1 - tf.gather(age, slot), tf.pow(tf.maximum(odds * begins, 1e-8), -beta)
 
+    def scales(self, batch: Batch, total: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        """Returns nothing: the loss does not depend on the rest of the batch."""
+        del batch, total
+
     @property
     def noted_fields(self) -> Sequence[str]:
         """The priorities, if transitions have any."""

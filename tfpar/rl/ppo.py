@@ -20,7 +20,7 @@ from tfpar.rl.environments import AnyEnvironment, Environment
 from tfpar.rl.normalization import Statistics
 from tfpar.rl.policy import Distribution, value_of
 from tfpar.rl.rollout import Choice, Experience, Step, draw, judge, roll_out, values_of
-from tfpar.rl.sums import Moments, NamedSums, PolicyTotals
+from tfpar.rl.sums import NamedSums, Scales, totals_of
 from tfpar.rl.vector import Vector
 from tfpar.training.model.call import call_model
 from tfpar.training.objective import Batch, ObjectiveSums, Tensors
@@ -187,6 +187,12 @@ class PPO:
         targets = Targets(experience._replace(observation=tf.zeros(rows)), share)
         return experience.observation, targets, tf.ones(rows)
 
+    def scales(self, batch: Batch, total: Callable[[tf.Tensor], tf.Tensor]) -> Scales:
+        """Returns the moments over the minibatch of all replicas."""
+        _, targets, weight = batch
+        past = targets.experience
+        return Scales.of(past.advantage, past.target, past.target - past.value, weight, total)
+
     @property
     def noted_fields(self) -> Sequence[str]:
         """Empty: a minibatch does not change the rollout."""
@@ -228,8 +234,7 @@ SURROGATES = {"ppo": clipped_surrogate, "a2c": policy_gradient}
 class PPOObjective:
     """The surrogate, the value loss and the entropy bonus (Schulman et al. 2017, equation 9).
 
-    Advantages are normalised over the minibatch of all replicas, so their sums are reduced over the replicas before the
-    gradient is computed.
+    Advantages are normalised over the minibatch of all replicas, see `PPO.scales`.
 
     Args:
       model: The policy.
@@ -246,18 +251,18 @@ class PPOObjective:
         also_reported: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._model, self._options, self._statistics = model, options, statistics
-        self.totals = PolicyTotals.of(_SUMS, lambda sums: {**_results(sums), **also_reported()})
+        self.totals = totals_of(_SUMS, lambda sums: {**_results(sums), **also_reported()})
 
     def __call__(
-        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: Scales | None = None
     ) -> ObjectiveSums:
-        """See `Objective`."""
+        """See `Objective`; `scales` is the result of `Algorithm.scales`."""
         x, targets, weight = batch
         options, past = self._options, targets.experience
-        moments = Moments.of(past.advantage, weight)
+        scales = scales or Scales.unknown()
         outputs, new_state, _ = call_model(self._model, params, state, x, training=training)
         policy = Distribution.of(outputs)
-        advantage = moments.normalised(past.advantage, scales)
+        advantage = (past.advantage - scales.advantage) * scales.factor
         change = policy.log_prob(past.action) - past.log_prob
         ratio, entropy = tf.exp(change), policy.entropy()
         surrogate = SURROGATES[options.algorithm](options, change, advantage)
@@ -265,7 +270,7 @@ class PPOObjective:
         loss = options.value_coef * 0.5 * error * error - surrogate - options.entropy_coef * entropy
         new_state = self._statistics.collected(list(new_state), x, targets.share)
         once = tf.cast(targets.share > 0.0, tf.float32) * weight
-        missed = past.target - past.value
+        target, missed = past.target - scales.target, past.target - past.value - scales.missed
         sums = NamedSums(
             {
                 "kl": weight * (ratio - 1.0 - change),  # Schulman 2020, Approximating KL Divergence: k3
@@ -274,25 +279,20 @@ class PPOObjective:
                 "policy_loss": -weight * surrogate,
                 "value_loss": weight * 0.5 * error * error,
                 "count": weight,
-                "once": once,
-                "target": once * past.target,
-                "target_square": once * past.target * past.target,
-                "missed": once * missed,
+                "target_square": once * target * target,
                 "missed_square": once * missed * missed,
                 "episodes": once * past.ended,
                 "return": once * past.episode_return,
                 "length": once * past.episode_length,
             }
         )
-        return ObjectiveSums(
-            tf.reduce_sum(weight * loss), tf.reduce_sum(weight), new_state, [*moments.terms(), *sums.in_order(_SUMS)]
-        )
+        return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), new_state, sums.in_order(_SUMS))
 
 
 _MEANS = ("kl", "entropy", "clipped", "policy_loss", "value_loss")
 _SUMS = (
     *_MEANS,
-    *("count", "once", "target", "target_square", "missed", "missed_square", "episodes", "return", "length"),
+    *("count", "target_square", "missed_square", "episodes", "return", "length"),
 )
 
 
@@ -302,13 +302,6 @@ def _results(sums: Mapping[str, float]) -> dict[str, float]:
     if sums["episodes"]:
         found = {name: sums[name] / sums["episodes"] for name in ("return", "length")}
     found |= {name: sums[name] / max(sums["count"], 1.0) for name in _MEANS}
-    if sums["once"]:
-        spread = _variance(sums, "target")
-        if spread > 0.0:
-            found["explained_variance"] = 1.0 - _variance(sums, "missed") / spread
+    if sums["target_square"] > 0.0:
+        found["explained_variance"] = 1.0 - sums["missed_square"] / sums["target_square"]
     return found
-
-
-def _variance(sums: Mapping[str, float], name: str) -> float:
-    mean = sums[name] / sums["once"]
-    return sums[f"{name}_square"] / sums["once"] - mean * mean

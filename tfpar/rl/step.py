@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import PER_WORKER
 from tfpar.parallel import replica
 from tfpar.precision import LossScale
@@ -184,6 +185,11 @@ class ActingStep(TrainStep):
         made, gathered = self._made_batch(step)
         with tf.control_dependencies([gathered]):
             return super()._replica_step(made, step, lr_multiplier, loss_scale, wants_norm)
+
+    def _loss_scales(self, params: Tensors, state: Tensors, batch: Batch) -> Any:
+        """Returns `Algorithm.scales`: they depend on the batch alone, so no model is called for them."""
+        del params, state
+        return self._algorithm.scales(batch, sum_over_replicas)
 
     def _made_batch(self, step: tf.Tensor) -> tuple[Batch, tf.Tensor]:
         """Returns the batch of a step on this replica, and a tensor to wait for the end of gathering."""

@@ -1,11 +1,10 @@
-"""The named sums of a reinforcement learning objective, and the moments that replicas reduce before the gradient.
+"""The named sums of a reinforcement learning objective, and the moments that replicas sum before the gradient.
 
 Shapes: m transitions of a micro-batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,69 +25,80 @@ class NamedSums(NamedTuple):
         return [tf.reduce_sum(self.values[name]) for name in names]
 
 
-class Moments(NamedTuple):
-    """Sum and sum of squares of the advantages of a micro-batch."""
+class Scales(NamedTuple):
+    """Float32 scalars over a minibatch of all replicas, by which an objective normalises.
 
-    total: tf.Tensor
-    square: tf.Tensor
+    Attributes:
+      advantage: Mean of the advantages.
+      factor: Inverse of their deviation.
+      target: Mean of the values' targets.
+      missed: Mean of the differences between targets and values.
+    """
+
+    advantage: tf.Tensor
+    factor: tf.Tensor
+    target: tf.Tensor
+    missed: tf.Tensor
 
     @classmethod
-    def of(cls, advantage: tf.Tensor, weight: tf.Tensor) -> Moments:
-        """Returns the moments of advantages `[m]` with weights `[m]`."""
-        return cls(tf.reduce_sum(weight * advantage), tf.reduce_sum(weight * advantage * advantage))
-
-    def terms(self) -> Tensors:
-        """Returns loss terms without a numerator, which replicas sum before they compute the gradient."""
-        return [tf.zeros([]), self.total, tf.zeros([]), self.square]
-
-    @staticmethod
-    def normalised(advantage: tf.Tensor, scales: tf.Tensor | None) -> tf.Tensor:
-        """Returns the advantages minus their mean, divided by their deviation.
+    def of(
+        cls,
+        advantage: tf.Tensor,
+        target: tf.Tensor,
+        missed: tf.Tensor,
+        weight: tf.Tensor,
+        total: Callable[[tf.Tensor], tf.Tensor],
+    ) -> Scales:
+        """Returns the scales of a minibatch.
 
         Args:
-          advantage: `[m]`.
-          scales: The result of `PolicyTotals.scales`; None while only `terms` is needed.
+          advantage: Float32, of any shape: those of this replica.
+          target: Like `advantage`.
+          missed: Like `advantage`.
+          weight: Like `advantage`.
+          total: Sums a tensor over all replicas.
         """
-        return advantage if scales is None else (advantage - scales[0]) * scales[1]
+        mean, variance = moments(tf.stack([advantage, target, missed]), weight, total)
+        return cls(mean[0], 1.0 / (tf.sqrt(variance[0]) + _EPSILON), mean[1], mean[2])
+
+    @classmethod
+    def unknown(cls) -> Scales:
+        """Returns scales that change nothing."""
+        return cls(tf.zeros([]), tf.ones([]), tf.zeros([]), tf.zeros([]))
 
 
-_MOMENTS = len(Moments._fields)
+def moments(
+    values: tf.Tensor, weight: tf.Tensor, total: Callable[[tf.Tensor], tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns means and variances over all replicas, float32 `[c]` each.
+
+    The second of two passes sums the squares of differences from the mean of the first (Chan, Golub and LeVeque 1983,
+    Algorithms for computing the sample variance, equation 1.7): a mean square less a squared mean has no correct digit
+    in float32 where the mean is some thousand times the deviation.
+
+    Args:
+      values: Float32 `[c, ...]`: c quantities.
+      weight: Float32 `[...]`.
+      total: Sums a tensor over all replicas.
+    """
+    over = range(1, values.shape.rank)
+    count, *sums = tf.unstack(total(tf.concat([[tf.reduce_sum(weight)], tf.reduce_sum(weight * values, over)], axis=0)))
+    mean = tf.math.divide_no_nan(tf.stack(sums), count)
+    away = values - tf.reshape(mean, [-1, *[1] * len(over)])
+    second = total(tf.concat([tf.reduce_sum(part, over) for part in (weight * away, weight * away * away)], axis=0))
+    offset, square = tf.split(tf.math.divide_no_nan(second, count), 2)  # the offset is the rounding of the mean
+    return mean + offset, tf.maximum(square - offset * offset, 0.0)
 
 
 def totals_of(names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> Totals:
-    """Returns the totals for sums of these names, without moments; the arguments are those of `PolicyTotals.of`."""
+    """Returns the totals of an objective.
+
+    Args:
+      names: The names of the sums.
+      results: Computes the reported figures from the sums by name.
+    """
 
     def named(state: Sequence[Any]) -> dict[str, float]:
         return results(dict(zip(names, map(float, state), strict=True)))
 
     return Totals(variables=[tf.TensorSpec([], tf.float32)] * len(names), results=named)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PolicyTotals(Totals):
-    """`Totals` that reduce the moments of the advantages before the gradient."""
-
-    @classmethod
-    def of(cls, names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> PolicyTotals:
-        """Returns the totals for the moments and for sums of these names.
-
-        Args:
-          names: The names of the sums.
-          results: Computes the reported figures from the sums by name.
-        """
-
-        def named(state: Sequence[Any]) -> dict[str, float]:
-            return results(dict(zip(names, map(float, state[2 * _MOMENTS :]), strict=True)))
-
-        variables = [tf.TensorSpec([], tf.float32)] * (2 * _MOMENTS + len(names))
-        return cls(variables=variables, terms=_MOMENTS, results=named, needs_scales=True)
-
-    def scales(self, sums: tf.Tensor) -> tf.Tensor:
-        """Returns the mean and the inverse deviation of the advantages, float32 `[2]`.
-
-        Args:
-          sums: Float32 `[3]`: count, sum and sum of squares, over all replicas.
-        """
-        mean = tf.math.divide_no_nan(sums[1], sums[0])
-        variance = tf.maximum(tf.math.divide_no_nan(sums[2], sums[0]) - mean * mean, 0.0)
-        return tf.stack([mean, 1.0 / (tf.sqrt(variance) + _EPSILON)])
