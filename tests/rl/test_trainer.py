@@ -15,6 +15,8 @@ from tfpar.config.errors import TrainingError
 from tfpar.config.sections.reinforcement_presets import preset
 from tfpar.rl import environments
 from tfpar.rl.environments.cartpole import CARTPOLE
+from tfpar.rl.layers import ObservationNormalization
+from tfpar.rl.normalization import normalization_layers
 from tfpar.rl.options import with_options
 from tfpar.rl.playing import episodes, evaluation
 
@@ -296,6 +298,22 @@ def _policy(environment, sizes):
     return keras.Model(observation, [keras.layers.Dense(size)(observation) for size in sizes])
 
 
+def _normalised(environment, sizes, after=(), count=1):
+    """A policy that scales observations in a nested model."""
+    scaling = [ObservationNormalization(name=f"scale_{place}") for place in range(count)]
+    nested = keras.Sequential([keras.Input(environment.observation_shape), *after, *scaling])
+    observation = keras.Input(environment.observation_shape)
+    read = nested(observation)
+    return keras.Model(observation, [keras.layers.Dense(size)(read) for size in sizes])
+
+
+def test_a_policy_may_scale_observations_in_a_nested_model():
+    trainer, _ = trained(model=lambda environment: _normalised(environment, [2, 1]), steps=8)
+    [layer] = normalization_layers(trainer.model)
+    assert float(layer.observations) == 64.0
+    assert np.all(np.asarray(layer.variance) != 1.0)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -325,6 +343,18 @@ def _policy(environment, sizes):
             r"the policy cannot read the observations of CartPole-v1, float32 \[None, 4\]",
         ),
         ({"model": 3}, r"model=3\): give a function that builds a policy for an environment"),
+        (
+            {"model": lambda environment: _normalised(environment, [2, 1], after=[keras.layers.Dense(5)])},
+            r"layer 'scale_0' .* reads \[5\] numbers .* observations of CartPole-v1, \[4\]\. Make it the first layer",
+        ),
+        (
+            {"model": lambda environment: _normalised(environment, [2, 1], count=2)},
+            r"the policy has 2 layers ObservationNormalization \('scale_0', 'scale_1'\)",
+        ),
+        (
+            {"model": lambda environment: _normalised(environment, [2]), "algorithm": "dqn"},
+            r"--algorithm=dqn does not update the statistics of ObservationNormalization \(layer 'scale_0'\)",
+        ),
     ],
 )
 def test_own_parts_that_do_not_fit_are_refused(options, said):

@@ -10,6 +10,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.rl.environments import AnyEnvironment, Discrete, Environment, HostEnvironment, Transition
+from tfpar.rl.normalization import normalization_layers
 
 import keras
 import tensorflow as tf
@@ -56,6 +57,7 @@ def build_checked(
     model = build(environment)
     if isinstance(model, keras.Model):
         _check_policy(model, environment, algorithm)
+        _check_normalization(model, environment, algorithm)
     return model
 
 
@@ -134,3 +136,26 @@ def _check_policy(model: keras.Model, environment: AnyEnvironment, algorithm: st
             f"model=...: the policy has the outputs {given}; --algorithm={algorithm} in {environment.name} "
             f"({actions.text}) needs {wanted}. tfpar.rl.policy.{builder} builds such a model."
         )
+
+
+def _check_normalization(model: keras.Model, environment: AnyEnvironment, algorithm: str) -> None:
+    """Refuses layers whose statistics would not be those of the observations: nothing else would say so."""
+    layers, shape = normalization_layers(model), tuple(environment.observation_shape)
+    names = ", ".join(sorted(repr(layer.name) for layer in layers))
+    if layers and algorithm == "dqn":
+        raise ConfigError(
+            f"model=...: --algorithm=dqn does not update the statistics of ObservationNormalization (layer {names}). "
+            "Scale observations by constants, such as those of keras.layers.Rescaling, or use --algorithm=ppo."
+        )
+    if len(layers) > 1:
+        raise ConfigError(
+            f"model=...: the policy has {len(layers)} layers ObservationNormalization ({names}), and the statistics of "
+            "one are updated. Use one, whose output is read by all that read observations."
+        )
+    for layer in layers:
+        if layer.built and tuple(layer.mean.shape) != shape:
+            raise ConfigError(
+                f"model=...: the layer {names} (ObservationNormalization) reads {list(layer.mean.shape)} numbers of an "
+                f"example, and its statistics are those of the observations of {environment.name}, {list(shape)}. Make "
+                "it the first layer of the policy."
+            )

@@ -20,6 +20,9 @@ class ObservationNormalization(keras.layers.Layer):
 
     Before the first update of the statistics, observations pass through unchanged. Under mixed precision too, the
     observations are scaled in float32, and only the result has the dtype in which the policy computes.
+
+    A policy may have one such layer, in a nested model too. It must read the raw observations, because its statistics
+    are theirs.
     """
 
     def __init__(self, **options: Any) -> None:

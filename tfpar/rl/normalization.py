@@ -11,6 +11,7 @@ Shapes: d is the shape of an observation.
 
 from __future__ import annotations
 
+from tfpar.optim.keras_internals import all_layers
 from tfpar.rl.layers import ObservationNormalization
 from tfpar.training.objective import Tensors
 
@@ -18,17 +19,22 @@ import keras
 import tensorflow as tf
 
 
+def normalization_layers(model: keras.Model) -> list[ObservationNormalization]:
+    """Returns the normalization layers of a model, those in nested models and layers included."""
+    found = {id(layer): layer for layer in all_layers(model) if isinstance(layer, ObservationNormalization)}
+    return [*found.values()]
+
+
 class Statistics:
     """Pure functions on the statistics of a model's normalization layer; they do nothing for a model without one.
 
     Args:
-      model: A built Keras model.
+      model: A built Keras model, with at most one such layer.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        layers = [layer for layer in model.layers if isinstance(layer, ObservationNormalization)]
         places = {id(variable): place for place, variable in enumerate(model.non_trainable_variables)}
-        self._places = [places[id(variable)] for layer in layers[:1] for variable in layer.weights]
+        self._places = [places[id(variable)] for layer in normalization_layers(model) for variable in layer.weights]
 
     @property
     def variables(self) -> list[int]:
