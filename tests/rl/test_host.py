@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import re
 import weakref
@@ -132,6 +133,17 @@ def test_the_bits_do_not_depend_on_who_is_first(plain):
         assert 0.0 <= summary.history[name][-1] <= 1.0
         assert f"metrics/{name}" in (workdir / "metrics.csv").read_text()
     assert summary.history["learner_waiting"][-1] + summary.history["actor_waiting"][-1] > 0.0
+
+
+def test_actors_end_with_their_trainer():
+    """Not at the exit of the process, until which their environments would stay, too."""
+    trainer, _ = trained(**ENVIRONMENT, steps=4)
+    threads = [actor._thread for actor in trainer.actors._every]
+    gc.collect()
+    assert all(thread.is_alive() for thread in threads)
+    del trainer
+    gc.collect()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_two_replicas_of_two_actors_learn_what_one_does_with_all_environments(plain):

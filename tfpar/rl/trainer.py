@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,8 +136,12 @@ class ReinforcementTrainer:
         self._between_runs: AveragesBetweenRuns = AveragesBetweenRuns()
 
     def _algorithm_for(self, model: keras.Model, config: ExperimentConfig, runtime: strategies.Runtime) -> Algorithm:
+        # The threads of the actors have the algorithm; they end once nothing has the trainer, see `Actors`.
+        trainer = weakref.ref(self)
+
         def waiting() -> dict[str, float]:
-            return self.actors.waiting() if self.actors else {}
+            alive = trainer()
+            return alive.actors.waiting() if alive and alive.actors else {}
 
         self.algorithm = algorithm_for(model, self.environment, config, runtime.topology.replicas, waiting)
         return self.algorithm
