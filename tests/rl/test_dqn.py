@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig, ReinforcementConfig
-from tfpar.rl import environments, ppo, rollout
+from tfpar.rl import environments, noise, ppo, rollout
 from tfpar.rl.dqn import DQN
 from tfpar.rl.options import check_replay, with_options
 from tfpar.rl.policy import build_q_network
@@ -136,7 +136,7 @@ def test_importance_weights_do_not_change_returns(gathered):
     )
 
 
-def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
+def test_transitions_of_larger_errors_are_drawn_more_often(gathered, monkeypatch):
     """By frequencies and weights of the definition (Schaul et al. 2016, equation 1 and section 3.4)."""
     algorithm, params, (*_, memory) = gathered
     options = dataclasses.replace(OPTIONS, replay_priority=0.5, replay_correction=0.4, replay_batch=40)
@@ -160,11 +160,12 @@ def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
         np.testing.assert_allclose(weights[-10:, env], (22 * odds[times[-10:, env] - 8]) ** -1.0, rtol=1e-3)
 
     step = tf.constant(6, tf.int64)
-    batch = algorithm.batch(memory, step, 0)
+    batch, (first, weight) = algorithm.batch(memory, step, 0), algorithm._drawn(memory, step, 0)
     assert algorithm.noted_fields == ("priority",)
+    monkeypatch.setattr(DQN, "_drawn", None)  # the places are in the batch
     [priority] = algorithm.noted(params, [], memory, batch, step, 0)
+    monkeypatch.undo()
     noted = priority.numpy()
-    first, weight = algorithm._drawn(memory, step, 0)
     np.testing.assert_array_equal(batch[2].numpy().ravel(), weight.numpy().ravel())
     values = algorithm.model(batch[0][0])
     errors = algorithm.objective.errors(params, [], values, tf.nest.map_structure(lambda part: part[0], batch[1]))
@@ -175,6 +176,29 @@ def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
     np.testing.assert_array_equal(noted[~drawn], powers[~drawn])
     _, later = algorithm.gather(params, [], memory._replace(priority=tf.constant(noted)), step, 0)
     np.testing.assert_allclose(later.priority[8:16], np.maximum(noted.max(axis=0), 1.0)[np.newaxis].repeat(8, axis=0))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_binary_search_draws_what_comparing_all_does(jit_compile):
+    random = np.random.default_rng(0)
+    search = tf.function(noise.upper_bound, jit_compile=jit_compile, autograph=False)
+    for size in (1, 7, 8, 300):
+        # Some transitions have no weight, and some places are ends.
+        ends = np.cumsum(random.uniform(size=[size, 3]) * (random.uniform(size=[size, 3]) < 0.7), axis=0)
+        ends = ends.astype(np.float32)
+        places = np.concatenate([random.uniform(0.0, ends[-1], [50, 3]), ends[:5], np.zeros([1, 3])])
+        places = places.astype(np.float32)
+        np.testing.assert_array_equal(search(ends, places), (ends <= places[:, np.newaxis]).sum(axis=1))
+
+
+def test_a_draw_makes_no_tensor_of_every_pair(gathered):
+    """Of a place and a transition: 512 places in a replay of a million would be half a billion comparisons."""
+    algorithm, _, (*_, memory) = gathered
+    algorithm = dataclasses.replace(algorithm, options=dataclasses.replace(OPTIONS, replay_priority=0.5))
+    memory = memory._replace(priority=tf.ones([24, 4]))
+    traced = tf.function(lambda: algorithm._drawn(memory, tf.constant(6, tf.int64), 0), autograph=False)
+    shapes = [output.shape for op in traced.get_concrete_function().graph.get_operations() for output in op.outputs]
+    assert max(shape.num_elements() or 0 for shape in shapes if shape.rank is not None) == 24 * 4
 
 
 def test_a_transition_that_is_not_finite_does_not_spoil_the_priorities(gathered):

@@ -72,13 +72,6 @@ def replay_specs(options: ReinforcementConfig, environment: AnyEnvironment, envi
     )
 
 
-def bytes_of_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int) -> int:
-    """Returns the bytes of the replay of one of several replicas, with the priorities if there are any."""
-    specs = replay_specs(options, environment, options.environments // replicas)
-    parts = [*specs, specs.reward] if options.replay_priority else [*specs]
-    return sum(spec.shape.num_elements() * spec.dtype.size for spec in parts)
-
-
 class Memory(NamedTuple):
     """The memory of a replica.
 
@@ -111,6 +104,7 @@ class Targets(NamedTuple):
       discount: Float32: the discount of the value of `following`; 0 where the episode terminated.
       values: Float32 `[m, a]`: the target network's values of `following`.
       episodes: Float32 `[m, 3]`: a share of `Memory.episodes` in the first training step after a rollout, else 0.
+      place: Int32: the transitions' indices among the L x n of the replay.
     """
 
     action: tf.Tensor
@@ -119,6 +113,7 @@ class Targets(NamedTuple):
     discount: tf.Tensor
     values: tf.Tensor
     episodes: tf.Tensor
+    place: tf.Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,11 +242,12 @@ class DQN:
         """Draws k stored transitions of each environment, different ones in every step."""
         options, slots = self.options, self._slots
         first, weight = self._drawn(memory, step, replica)
-        column = tf.broadcast_to(tf.range(self._own), first.shape)
+
+        def places(later: int) -> tf.Tensor:
+            return tf.reshape((first + later) % slots * self._own + tf.range(self._own), [-1])
 
         def of(kept: tf.Tensor, later: int) -> tf.Tensor:
-            flat = tf.reshape(kept, [slots * self._own, *kept.shape[2:]])
-            return tf.gather(flat, tf.reshape((first + later) % slots * self._own + column, [-1]))
+            return tf.gather(tf.reshape(kept, [slots * self._own, *kept.shape[2:]]), places(later))
 
         size = options.replay_batch // options.environments * self._own
         reward, alive, discount = tf.zeros([size]), tf.ones([size]), tf.ones([size])
@@ -271,7 +267,7 @@ class DQN:
         values, _ = _action_values(self.model, memory.target, state, following)
         is_first = tf.cast(tf.equal(step % self.options.steps_per_rollout, 0), tf.float32)
         episodes = tf.broadcast_to(is_first * memory.episodes / float(size), [size, 3])
-        parts = Targets(of(memory.replay.action, 0), reward, following, discount, values, episodes)
+        parts = Targets(of(memory.replay.action, 0), reward, following, discount, values, episodes, places(0))
         rows = [self.accumulate_steps, size // self.accumulate_steps]
         batch: Batch = tf.nest.map_structure(
             lambda part: tf.reshape(part, [*rows, *part.shape[1:]]),
@@ -302,7 +298,7 @@ class DQN:
         total = ends[-1]
         # Draws one transition from each of k strata of equal total priority.
         places = (tf.stack(drawn) + tf.range(float(each))[:, tf.newaxis]) / float(each) * total
-        slot = tf.reduce_sum(tf.cast(ends <= places[:, tf.newaxis, :], tf.int32), axis=1)  # [k, n]
+        slot = noise.upper_bound(ends, places)  # [k, n]
         slot = tf.minimum(slot, tf.reduce_max(tf.where(complete, tf.range(slots), 0)))  # rounding can exceed the last
         column = tf.broadcast_to(tf.range(self._own), slot.shape)
         odds = tf.gather_nd(priority, tf.stack([slot, column], axis=-1)) / total
@@ -323,12 +319,11 @@ class DQN:
         self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
     ) -> Tensors:
         """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step."""
+        del step, replica
         x, targets, _ = tf.nest.map_structure(lambda part: tf.reshape(part, [-1, *part.shape[2:]]), batch)
         values, _ = _action_values(self.model, params, state, x)
         error = tf.abs(self.objective.errors(params, state, values, targets))
-        first, _ = self._drawn(memory, step, replica)
-        column = tf.broadcast_to(tf.range(self._own), first.shape)
-        places = tf.reshape(tf.stack([first % self._slots, column], axis=-1), [-1, 2])
+        places = tf.stack([targets.place // self._own, targets.place % self._own], axis=-1)
         # The step of such an error is skipped, but a priority that is not finite would decide all later draws.
         error = tf.where(tf.math.is_finite(error), error, 0.0)
         powers = tf.pow(error + _LEAST_ERROR, self.options.replay_priority)

@@ -2,6 +2,8 @@
 
 The numbers of an environment must not depend on how many others are on the same replica. Each number is a hash of the
 environment's index among all environments, the time, a stream and the seed.
+
+Shapes: n environments; k numbers for each, which choose among L.
 """
 
 from __future__ import annotations
@@ -50,6 +52,26 @@ def normals(count: int, *, seed: tf.Tensor, stream: int, index: tf.Tensor, time:
         angle = 6.283185307179586 * second
         numbers += [radius * tf.cos(angle), radius * tf.sin(angle)]
     return numbers[:count]
+
+
+def upper_bound(ends: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    """Returns how many of the ends of its column do not exceed each place, int32 `[k, n]`.
+
+    `tf.searchsorted` compares every place with every end where XLA compiles it (TensorFlow 2.21); this is a binary
+    search everywhere.
+
+    Args:
+      ends: Float32 `[L, n]`, ascending in each column, L static.
+      places: Float32 `[k, n]`.
+    """
+    size, columns = ends.shape[0], tf.shape(ends, tf.int64)[1]
+    flat, column = tf.reshape(ends, [-1]), tf.range(columns)
+    found = tf.zeros_like(places, tf.int64)  # TensorFlow 2.21 computes with int32 on the host
+    for bit in reversed(range(size.bit_length())):
+        probe = found + 2**bit
+        end = tf.gather(flat, (tf.minimum(probe, size) - 1) * columns + column)
+        found = tf.where((probe <= size) & (end <= places), probe, found)
+    return tf.cast(found, tf.int32)
 
 
 def _pcg4d(words: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -12,7 +12,7 @@ from tfpar.parallel.planner.machine import format_size
 from tfpar.parallel.topology import Topology
 from tfpar.process.memory import main_memory
 from tfpar.rl import environments
-from tfpar.rl.dqn import bytes_of_replay
+from tfpar.rl.dqn import replay_specs
 from tfpar.rl.environments import AnyEnvironment, Discrete, HostEnvironment
 from tfpar.training.planning.machines import device_memory
 
@@ -244,3 +244,10 @@ def check_replay(options: ReinforcementConfig, environment: AnyEnvironment, repl
         f"{format_size(available)} are available for it. "
         f"{remedy}, or use more replicas."
     )
+
+
+def bytes_of_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int) -> int:
+    """Returns the bytes of the replay of one of several replicas, with the priorities if there are any."""
+    specs = replay_specs(options, environment, options.environments // replicas)
+    parts = [*specs, specs.reward] if options.replay_priority else [*specs]
+    return sum(spec.shape.num_elements() * spec.dtype.size for spec in parts)
