@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from typing import NamedTuple
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig, ReinforcementConfig
+from tfpar.parallel.topology import Topology
 from tfpar.rl import environments, noise, ppo, rollout
 from tfpar.rl.dqn import DQN
-from tfpar.rl.options import check_replay, with_options
+from tfpar.rl.options import Room, check_replay, rooms_for_replays, with_options
 from tfpar.rl.policy import build_q_network
 from tfpar.rl.ppo import PPO
 from tfpar.rl.step import MEMORY, AgentMemory
@@ -276,7 +278,7 @@ def test_the_memory_says_its_dtypes_without_tensors():
 
 def test_a_replay_that_does_not_fit_is_refused():
     with pytest.raises(
-        ConfigError, match=r"--replay_size=1000000000000: the replay of CartPole-v1 takes 44,703 GiB on the device"
+        ConfigError, match=r"--replay_size=1000000000000: the replay of CartPole-v1 takes 44,703 GiB on each replica"
     ):
         rl.ReinforcementTrainer("CartPole-v1", algorithm="dqn", replay_size=10**12, strategy="one_device")
     environment = environments.find("CartPole-v1")
@@ -285,13 +287,61 @@ def test_a_replay_that_does_not_fit_is_refused():
         0
     )
     size = sum(part.numpy().nbytes for part in [*own.replay, own.priority])
-    check_replay(options, environment, 2, 2 * size)
-    check_replay(options, environment, 2, 0)  # unknown
+
+    def check(available, copies=2, options=options):
+        check_replay(options, environment, 2, Room(available, copies, "twice that", "replicas"))
+
+    check(2 * size)
+    check(0)  # unknown
     with pytest.raises(ConfigError, match=r"at most --replay_size=3168, or use more replicas"):
-        check_replay(options, environment, 2, 2 * size - 1)
-    check_replay(dataclasses.replace(options, replay_size=3168), environment, 2, 2 * size - 1)
+        check(2 * size - 1)
+    check(2 * size - 1, options=dataclasses.replace(options, replay_size=3168))
+    check(3 * size, copies=3)
+    with pytest.raises(ConfigError, match=r"on each replica, and twice that; [\d.]+ KiB are available"):
+        check(3 * size - 1, copies=3)
     with pytest.raises(ConfigError, match=r"Give fewer --environments"):
-        check_replay(options, environment, 2, 100)
+        check(100)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "saves", "expected"),
+    [
+        ("CPU", False, [(500, 2)]),
+        ("CPU", True, [(500, 3)]),
+        ("GPU", False, [(70, 2)]),
+        ("GPU", True, [(70, 2), (500, 1)]),
+    ],
+)
+def test_a_checkpoint_is_a_copy_of_the_replay_in_the_memory_of_the_host(device_type, saves, expected, monkeypatch):
+    monkeypatch.setattr("tfpar.rl.options.main_memory", lambda: (1000, 1000))
+    monkeypatch.setattr("tfpar.rl.options.device_memory", lambda kind, devices: 70)
+    topology = Topology(name="mirrored", local_replicas=2, device_type=device_type)
+    rooms = rooms_for_replays(topology, saves=saves)
+    assert [(room.available, room.copies) for room in rooms] == expected
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_a_checkpoint_saves_of_a_memory_is_copied_once(devices):
+    """And not first into a list of the replicas' values: observations are a third of a replay each."""
+    options = dataclasses.replace(OPTIONS, replay_size=32_000)
+    algorithm = DQN(
+        build_q_network((4,), environments.Discrete(2)),
+        environments.find("CartPole-v1"),
+        options,
+        *(3, 40),
+        replicas=devices,
+    )
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{place}" for place in range(devices)])
+    memory = AgentMemory(algorithm, strategy, first=0)
+    tracemalloc.start()
+    try:
+        saved = memory.export()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = sum(array.nbytes for array in saved.values())
+    assert all(len(array) == devices for array in saved.values())
+    assert peak < 1.05 * size
 
 
 class Counting(PPO):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, InputConfig, ReinforcementConfig
 from tfpar.config.sections.reinforcement_presets import check_used, suited
@@ -23,7 +23,6 @@ _FOLLOWING = {
     "global_batch_size": "Give --replay_batch (dqn), or --environments, --rollout_steps and --minibatches.",
     "model_args": "Bind arguments to the function that builds the policy.",
 }
-_COPIES = 2  # of the replay in memory: adding a rollout makes a new one
 
 
 def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) -> ExperimentConfig:
@@ -209,40 +208,67 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
         )
 
 
-def memory_for_replays(topology: Topology) -> int:
-    """Bytes of available memory for the replay of one replica; 0 if they are unknown."""
-    if topology.device_type != "CPU":
-        return device_memory(topology.device_type, topology.local_replicas)
+class Room(NamedTuple):
+    """Memory for the replay of one replica.
+
+    Attributes:
+      available: Bytes; 0 if they are unknown.
+      copies: How many copies of the replay are there at a time.
+      use: What all copies take, and when, for a message.
+      more: What there could be more of, for a message.
+    """
+
+    available: int
+    copies: int
+    use: str
+    more: str
+
+
+def rooms_for_replays(topology: Topology, *, saves: bool) -> list[Room]:
+    """Returns the memories that the replay of one replica and its copies must fit in.
+
+    Args:
+      topology: The workers and devices of the run.
+      saves: Whether the run writes checkpoints. A checkpoint is written from a copy in the memory of the host, while
+        the policy learns on and may add a rollout.
+    """
     memory = main_memory()
-    return memory[0] // (topology.local_replicas * topology.workers_here) if memory else 0
+    of_host = memory[0] // (topology.local_replicas * topology.workers_here) if memory else 0
+    if topology.device_type == "CPU":
+        use = "three times that while a checkpoint is written" if saves else "twice that while a rollout is added"
+        return [Room(of_host, 2 + saves, use, "machines")]
+    of_device = device_memory(topology.device_type, topology.local_replicas)
+    rooms = [Room(of_device, 2, "twice that while a rollout is added", "replicas")]
+    if saves:
+        rooms.append(Room(of_host, 1, "as much of the host's memory while a checkpoint is written", "machines"))
+    return rooms
 
 
-def check_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int, available: int) -> None:
-    """Refuses a replay that does not fit in memory, together with the copy to which a rollout is added.
+def check_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int, room: Room) -> None:
+    """Refuses a replay that does not fit in memory, together with its copies.
 
     Args:
       options: The options of reinforcement learning.
       environment: The environment.
       replicas: Number of replicas of all workers, which have equal shares of the replay.
-      available: Bytes of memory for the replay of one replica; 0 if they are unknown.
+      room: The memory for the replay of one replica.
 
     Raises:
       ConfigError: It does not fit; the message says which size does.
     """
-    if options.algorithm != "dqn" or not available:
+    if options.algorithm != "dqn" or not room.available:
         return
     rollout = options.transitions_per_rollout
     needed = bytes_of_replay(options, environment, replicas)
     rollouts = options.replay_size // rollout
-    if _COPIES * needed <= available:
+    if room.copies * needed <= room.available:
         return
-    largest = available * rollouts // (_COPIES * needed) * rollout
+    largest = room.available * rollouts // (room.copies * needed) * rollout
     remedy = f"Give at most --replay_size={largest}" if largest >= 2 * rollout else "Give fewer --environments"
     raise ConfigError(
-        f"--replay_size={options.replay_size}: the replay of {environment.name} takes {format_size(needed)} on "
-        f"{'the device' if replicas == 1 else 'each replica'}, and twice that while a rollout is added; "
-        f"{format_size(available)} are available for it. "
-        f"{remedy}, or use more replicas."
+        f"--replay_size={options.replay_size}: the replay of {environment.name} takes {format_size(needed)} on each "
+        f"replica, and {room.use}; {format_size(room.available)} are available for it. {remedy}, or use more "
+        f"{room.more}."
     )
 
 

@@ -102,11 +102,7 @@ class AgentMemory:
 
     def export(self) -> dict[str, np.ndarray]:
         """Returns the memories of this process: arrays with one row per replica."""
-        held = [self._ready, *self._held]
-        return {
-            f"{MEMORY}/{place}": np.stack([copy.numpy() for copy in self._copies(one)])
-            for place, one in enumerate(held)
-        }
+        return {f"{MEMORY}/{place}": _rows(self._copies(one)) for place, one in enumerate([self._ready, *self._held])}
 
     def restore(self, saved: Mapping[str, np.ndarray], *, new_episodes: bool = False) -> bool:
         """Restores the result of `export`; returns False, and changes nothing, if it has another structure.
@@ -129,6 +125,17 @@ class AgentMemory:
             memories = map(self._in_structure, zip(*copies[1:], strict=True))
             self.replace([self._algorithm.with_episodes_cut_off(memory) for memory in memories])
         return True
+
+
+def _rows(copies: Sequence[tf.Variable]) -> np.ndarray:
+    """Returns the values of a variable on each replica, with no further copy of more than one of them: each is as large
+    as a replay."""
+    if len(copies) == 1:
+        return copies[0].numpy()[np.newaxis]  # which is a copy
+    rows = np.empty([len(copies), *copies[0].shape], copies[0].dtype.as_numpy_dtype)
+    for place, copy in enumerate(copies):
+        rows[place] = copy.numpy()
+    return rows
 
 
 def _held(shape: Sequence[int], dtype: tf.DType) -> _Held:

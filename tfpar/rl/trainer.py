@@ -27,8 +27,8 @@ from tfpar.rl.options import (
     check_host,
     check_replay,
     complete,
-    memory_for_replays,
     reinforcement_of,
+    rooms_for_replays,
     with_options,
 )
 from tfpar.rl.playing.evaluation import HostEvaluator, PolicyEvaluator
@@ -100,7 +100,8 @@ class ReinforcementTrainer:
         topology = runtime.topology if runtime else choose_topology(config.strategy, cluster.detect())
         check(config, topology)
         check_host(options_of, self.environment, topology)
-        check_replay(options_of, self.environment, topology.replicas, memory_for_replays(topology))
+        for room in rooms_for_replays(topology, saves=bool(config.checkpoint.workdir)):
+            check_replay(options_of, self.environment, topology.replicas, room)
         runtime = runtime or initialize(config, complete=True)
         build = model or functools.partial(default_policy, options=options_of)
         self.algorithm: Algorithm | None = None
