@@ -42,15 +42,15 @@ class OneWorker:
 
     def run(self, steps: int, *, finished: bool = False) -> list[list[np.ndarray]]:
         """Steps of which each moves all weights by amounts of its own; the inner weights after each of them."""
-        history = []
-        for last in range(self.step + steps, self.step, -1):
+        history, end = [], self.step + steps
+        while self.step < end:
             self.rounds.begin()
             self.step += 1
             for weight, move in zip(self.weights, moves(self.step), strict=True):
                 self.rounds.assign_here(weight, weight.numpy() + move)
             self.rounds.assign_here(self.state, self.state.numpy() + 1.0)
             self.rounds.note(1, np.array([8.0]))
-            self.rounds.after_steps(ALONE, self.step, finished=finished and last == self.step)
+            self.rounds.after_steps(ALONE, self.step, finished=finished and self.step == end)
             history.append(self.rounds.inner_values())
         return history
 
@@ -133,6 +133,16 @@ def test_at_the_end_the_model_has_the_outer_weights():
     assert not worker.rounds.under_way
     for one, other in zip(worker.rounds.sets.model, worker.rounds.sets.outer, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_another_run_of_a_trainer_counts_its_own_rounds(streams):
+    worker = OneWorker(streams=streams)
+    for _ in range(2):
+        worker.rounds.start()  # as `fit` does
+        worker.step = 0
+        worker.run(10, finished=True)
+        assert worker.rounds.done == 3
 
 
 def test_lost_weights_are_taken_back_and_end_the_run_the_third_time():

@@ -82,7 +82,7 @@ class Rounds:
       pace: Measures how long rounds should be; None if the length is given.
       pending: Steps of the round in progress, the same on every worker.
       weight: This worker's loss count (see `note`) in the round in progress.
-      done: Rounds done, over all starts of the run.
+      done: Rounds done, over all starts of the run; those of an earlier run of the same trainer do not count.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Rounds:
 
     def start(self) -> None:
         """Begins with the weights that the model has now, the same on every worker."""
-        self.pending, self.weight, self.taken = 0, 0.0, None
+        self.pending, self.weight, self.done, self.taken = 0, 0.0, 0, None
         self.sets.shown = False
         self._lost.reset()
         self.begin()

@@ -152,6 +152,7 @@ class Streaming:
             exchange.result.result()
         self._running.clear()
         self._counts[:] = 0.0
+        self.applied = [0] * self.fragments
         self.pending, self.sets.shown = 0, False
         self._lost.reset()
         self.begin()
