@@ -288,6 +288,21 @@ def test_every_option_that_says_what_is_trained_is_compared(tmp_path, monkeypatc
         assert f"--{name}: {saved[name]!r} -> {current[name]!r}" in str(caught.value)
 
 
+@pytest.mark.parametrize(("saved", "now", "way"), [(-1.0, 0.0, "a momentum above 0"), (0.0, 0.5, "a momentum of 0")])
+def test_momentum_is_not_added_to_a_run_nor_taken_away(tmp_path, monkeypatch, saved, now, way):
+    def options(momentum: float, optimizer: str = "auto") -> ExperimentConfig:
+        flat = {"local_steps": 8, "outer_optimizer": optimizer, "outer_momentum": momentum}
+        return ExperimentConfig.from_flat_dict({"workdir": str(tmp_path), **flat})
+
+    before = options(saved).as_flat_dict()
+    monkeypatch.setattr(validate.checkpointer, "saved_config", lambda _: before)
+    with pytest.raises(ConfigError, match=rf"--outer_momentum={now:g}: the run in .* Resume it with {way}"):
+        validate.validate_workdir(options(now))
+    validate.validate_workdir(options(saved))
+    before = options(saved, "adam").as_flat_dict()  # has slots with any momentum
+    validate.validate_workdir(options(now, "adam"))
+
+
 @pytest.mark.parametrize(("saved", "now", "way"), [(-1, 2, "a delay of 0"), (2, 0, "a delay of 1 or more")])
 def test_a_delay_is_not_added_to_a_run_nor_taken_away(tmp_path, monkeypatch, saved, now, way):
     def options(delay: int) -> ExperimentConfig:

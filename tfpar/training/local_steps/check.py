@@ -104,14 +104,15 @@ def _check_unused(outer: OuterConfig) -> None:
 
 
 def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> None:
-    """Refuses to resume a run with rounds if it had none, or without rounds if it had some; likewise with a delay.
+    """Refuses to resume a run with rounds if it had none, or without rounds if it had some; likewise with a delay, and
+    with momentum.
 
     Args:
       saved: The saved options by name. The options of rounds are missing if an older version has saved them.
       config: The experiment.
 
     Raises:
-      ConfigError: Only one of the two has rounds, or a delay; names the saved options.
+      ConfigError: Only one of the two has rounds, a delay, or momentum; names the saved options.
     """
     steps, optimizer = saved.get("local_steps", 1), saved.get("outer_optimizer", "auto")
     seconds = saved.get("round_seconds", 0.0)
@@ -133,3 +134,21 @@ def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> 
             f"Resume it with a delay {'of 1 or more' if streamed else 'of 0'}, or start in another --workdir with "
             f"--warm_start={config.checkpoint.workdir}."
         )
+    if had:
+        _check_resumed_momentum(saved, config)
+
+
+def _check_resumed_momentum(saved: Mapping[str, Any], config: ExperimentConfig) -> None:
+    """Refuses momentum where the saved outer optimizer had none, and vice versa: SGD without it has no slots."""
+    name, now = "outer_momentum", config.outer
+    before = saved.get(name, -1.0)
+    if before < 0.0:
+        before = OuterConfig(outer_optimizer=now.outer_optimizer).momentum
+    if now.optimizer == "adam" or bool(before) == bool(now.momentum):
+        return
+    raise ConfigError(
+        f"--{name}={now.momentum:g}: the run in {config.checkpoint.workdir} has --{name}={before:g}, and its outer "
+        f"optimizer keeps {'movements' if before else 'no movements'} of earlier rounds. Resume it with a momentum "
+        f"{'above 0' if before else 'of 0'}, or start in another --workdir with "
+        f"--warm_start={config.checkpoint.workdir}."
+    )
