@@ -296,6 +296,8 @@ def test_clients_of_a_model_with_several_outputs_are_evaluated_by_its_first_metr
         ({"offload": "optimizer"}, r"--offload=optimizer does not work with federated averaging"),
         ({"jit_segments": "auto"}, r"--jit_segments=auto does not work with federated averaging"),
         ({"global_batch_size": 32}, r"--global_batch_size=32 does not .* in steps of --client_batch examples\. Leave"),
+        ({"client_holdout": 0.2}, r"--client_holdout=0\.2 has no effect: .* Give fit\(validation=\.\.\.\)"),
+        ({"clients_evaluated": 5}, r"--clients_evaluated=5 has no effect: .* leave --clients_evaluated out"),
         ({"clients": 300, "partition": "iid"}, r"--clients=300: 70 of the clients would have no example"),
     ],
 )

@@ -99,6 +99,23 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
         privacy.check_installed()
 
 
+def check_evaluated(options: FederatedConfig, evaluated: bool) -> None:
+    """Refuses options of the evaluation on clients for a run that makes no evaluations.
+
+    Raises:
+      ConfigError: With what to do.
+    """
+    idle = (0.0,), (0, FederatedConfig.clients_evaluated)
+    for name, values in zip(("client_holdout", "clients_evaluated"), idle, strict=True):
+        value = getattr(options, name)
+        if not evaluated and value not in values:
+            raise ConfigError(
+                f"--{name}={value:g} has no effect: clients are evaluated together with the validation examples, and "
+                "there are none. Give fit(validation=...), or hold some out (--validation_fraction=0.1), or leave "
+                f"--{name} out."
+            )
+
+
 def _check_idle(options: FederatedConfig) -> None:
     """Refuses options that have no effect without another one, and codecs that clients cannot use."""
     if options.prox != FederatedConfig().prox and options.averaging != "fedprox":

@@ -20,7 +20,7 @@ from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, FederatedConfig
 from tfpar.optim import optimizers, schedules
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import privacy
-from tfpar.outer.federated.checks import DEFAULTS, check, check_model, complete, federated_of
+from tfpar.outer.federated.checks import DEFAULTS, check, check_evaluated, check_model, complete, federated_of
 from tfpar.outer.federated.client_update import LocalTraining
 from tfpar.outer.federated.encoding import UpdateEncoding
 from tfpar.outer.federated.evaluation import FederatedEvaluator
@@ -130,10 +130,12 @@ class FederatedTrainer:
           The contents of `summary.json`; its attribute `history` has loss and metrics over the run.
 
         Raises:
-          ConfigError: The examples cannot be divided among the clients, or the checkpoint is from another run.
+          ConfigError: The examples cannot be divided among the clients, the checkpoint is from another run, or an
+            option of the evaluation on clients is given without validation examples.
           Preempted: A worker received SIGTERM; all workers have saved a checkpoint if they could.
         """
         check_hooks(hooks)
+        check_evaluated(self._options, validation is not None)
         source, validation = self._sources(train, y, validation)
         population = Population.of(source, self.config)
         program = self._program_for(population)
