@@ -13,6 +13,8 @@ from tests.outer.federated.flower_app import federation
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 from tfpar.outer.federated import FederatedTrainer, flower, partition
+from tfpar.outer.federated.client_update import averaged_state
+from tfpar.outer.federated.flower_server import FlowerServer
 from tfpar.outer.federated.trainer import with_options
 
 import keras
@@ -61,11 +63,11 @@ def with_statistics() -> keras.Model:
     return keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
 
 
-def server_and_arrays() -> tuple[flower._Server, list[np.ndarray]]:
+def server_and_arrays() -> tuple[FlowerServer, list[np.ndarray]]:
     """A server of a model with batch statistics, and a reply of clients whose weights have moved by 1."""
-    server = flower._Server(flower._trainer(with_statistics, "mse", {"clients": 2, "clients_per_round": 2}))
+    server = FlowerServer(flower._trainer(with_statistics, "mse", {"clients": 2, "clients_per_round": 2}))
     model = server._trainer.model
-    state = [model.non_trainable_variables[index] for index in flower.averaged_state(model)]
+    state = [model.non_trainable_variables[index] for index in averaged_state(model)]
     return server, [np.ones(variable.shape, np.float32) for variable in [*model.trainable_variables, *state]]
 
 
@@ -155,7 +157,7 @@ def test_results_have_the_figures_of_numpy_and_tensorflow_and_appear_whole(tmp_p
 
 
 def test_a_payload_of_another_codec_counts_as_dropped_out(capfd):
-    server = flower._Server(flower._trainer(federation.build, federation.LOSS, dict(federation.OPTIONS)))
+    server = FlowerServer(flower._trainer(federation.build, federation.LOSS, dict(federation.OPTIONS)))
     arrays = [np.full(spec.shape, 1, spec.dtype.as_numpy_dtype) for spec in server._encoding.sent]
     server._apply([reply(arrays, {"num-examples": 5, "loss": 1.0})], 0)
     assert "node 7 counts as dropped out: a payload is not one of --update_codec" in capfd.readouterr().out
@@ -172,12 +174,12 @@ def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation(build):
         return flower._trainer(build, federation.LOSS, dict(federation.OPTIONS))
 
     x, y = federation.examples()
-    server = flower._Server(trainer())
+    server = FlowerServer(trainer())
     training = flower._Training(trainer())
     clients = [flower._Client(training, x[part], y[part]) for part in partition.by_class(y, 2, 3, 4)]
     for number in range(server.options.rounds):
         model = server._trainer.model
-        state = [model.non_trainable_variables[index] for index in flower.averaged_state(model)]
+        state = [model.non_trainable_variables[index] for index in averaged_state(model)]
         weights = [np.asarray(weight) for weight in [*model.trainable_variables, *state]]
         replies = []
         for place, client in enumerate(clients):

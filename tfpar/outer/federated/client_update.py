@@ -162,3 +162,9 @@ class LocalTraining:
             held.count + sums.count,
             [*map(tf.add, held.metrics, sums.metrics)],
         )
+
+
+def averaged_state(model: keras.Model) -> list[int]:
+    """Returns the indices of the non-trainable variables that are averaged: floating-point state, e.g. statistics."""
+    variables = enumerate(model.non_trainable_variables)
+    return [place for place, variable in variables if tf.as_dtype(variable.dtype).is_floating]
