@@ -168,7 +168,11 @@ def with_statistics_of_batches() -> keras.Model:
     return keras.Sequential([keras.Input([12]), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(5)])
 
 
-@pytest.mark.parametrize("build", [federation.build, with_statistics_of_batches])
+def with_frozen_layer() -> keras.Model:
+    return keras.Sequential([keras.Input([12]), keras.layers.Dense(12, trainable=False), keras.layers.Dense(5)])
+
+
+@pytest.mark.parametrize("build", [federation.build, with_statistics_of_batches, with_frozen_layer])
 def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation(build):
     def trainer() -> FederatedTrainer:
         return flower._trainer(build, federation.LOSS, dict(federation.OPTIONS))
@@ -183,14 +187,27 @@ def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation(build):
         weights = [np.asarray(weight) for weight in [*model.trainable_variables, *state]]
         replies = []
         for place, client in enumerate(clients):
-            config = {"round": number, "learning_rate": 0.1}
+            config = {"round": number, "learning_rate": 0.1, "frozen": server._frozen}
             arrays, residual, figures = client.round(weights, config, place, None)
             assert residual is None
             if build is federation.build:
                 assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32, np.float32]
+            if build is with_frozen_layer:
+                assert [array.dtype for array in arrays] == [np.int32, np.float32]
             replies.append(reply(arrays, figures))
         server._apply(replies, number)
     here = FederatedTrainer(build, federation.LOSS, **federation.OPTIONS, partition="by_class:3", verbose=0)
     here.fit(x, y)
     for one, other in zip(server._trainer.model.get_weights(), here.model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_client_with_other_frozen_weights_is_refused():
+    server = FlowerServer(flower._trainer(with_frozen_layer, federation.LOSS, dict(federation.OPTIONS)))
+    other = {**federation.OPTIONS, "seed": 5}
+    x, y = federation.examples()
+    client = flower._Client(flower._Training(flower._trainer(with_frozen_layer, federation.LOSS, other)), x, y)
+    weights = [np.asarray(weight) for weight in server._trainer.model.trainable_variables]
+    config = {"round": 0, "learning_rate": 0.1, "frozen": server._frozen}
+    with pytest.raises(ConfigError, match="the frozen weights of this client differ from those of the server"):
+        client.round(weights, config, 0, None)

@@ -78,3 +78,11 @@ def test_state_that_travels_without_noise_is_refused():
 
     with pytest.raises(ConfigError, match=r"--noise_multiplier=1.1: the model has state .*moving_mean"):
         trainer_of(build, **PRIVATE)
+
+
+def test_frozen_weights_are_not_sent():
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input([12]), keras.layers.Dense(2, trainable=False), keras.layers.Dense(5)])
+
+    summary = trainer_of(build, **PRIVATE, clients_per_round=2, rounds=1).fit(*examples())
+    assert summary["federated"]["bytes_up_per_round"] == 2 * (4 * (2 * 5 + 5) + 4)  # weights, and the count of examples

@@ -7,13 +7,12 @@ import dataclasses
 from tfpar import cluster
 from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig, InputConfig, parse_arguments
 from tfpar.exchange import spec as specs
-from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import encoding, privacy, server
+from tfpar.outer.federated.client_update import averaged_state
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.process.listing import listed
 
 import keras
-import tensorflow as tf
 
 # The defaults of `tfpar train federated`, and of `FederatedTrainer` without a configuration: clients use plain SGD.
 DEFAULTS = {"optimizer": "sgd", "optimizer_args": "momentum=0", "learning_rate": 0.1, "schedule": "constant"}
@@ -172,11 +171,7 @@ def check_model(model: keras.Model, options: FederatedConfig) -> None:
     """
     if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
         raise ConfigError("float8 layers keep statistics that clients do not average. Use another precision.")
-    state = [
-        variable.path
-        for variable in model.non_trainable_variables
-        if tf.as_dtype(variable.dtype).is_floating and not is_seed_state(variable)
-    ]
+    state = [model.non_trainable_variables[place].path for place in averaged_state(model)]
     if options.noise_multiplier and state:
         raise ConfigError(
             f"--noise_multiplier={options.noise_multiplier}: the model has state that clients would send without noise "

@@ -7,12 +7,15 @@ client, at most T local steps, B examples of a step.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any, NamedTuple
 
 from tfpar.optim.pure_update import pure_apply
 from tfpar.training.core import Core
+from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.objective import Tensors
 from tfpar.training.seeds import fold_in
+from tfpar.training.sidecar import Sidecar
 
 import keras
 import numpy as np
@@ -165,6 +168,17 @@ class LocalTraining:
 
 
 def averaged_state(model: keras.Model) -> list[int]:
-    """Returns the indices of the non-trainable variables that are averaged: floating-point state, e.g. statistics."""
-    variables = enumerate(model.non_trainable_variables)
-    return [place for place, variable in variables if tf.as_dtype(variable.dtype).is_floating]
+    """Returns the indices of the non-trainable variables that are averaged over clients: floating-point state, such as
+    batch statistics. Frozen weights and seeds are not."""
+    # As for two replicas, even if one has all clients.
+    averaged = Sidecar.of(model.non_trainable_variables, [], 2, frozen_weights(model)).averaged
+    return [place for place, is_averaged in enumerate(averaged) if is_averaged]
+
+
+def frozen_digest(model: keras.Model) -> str:
+    """Returns a digest of the values of the frozen weights, in the order of the model; empty if there are none."""
+    weights = frozen_weights(model)
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(np.ascontiguousarray(weight).tobytes())
+    return digest.hexdigest() if weights else ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.outer.federated.checks import complete, federated_of
-from tfpar.outer.federated.client_update import ClientData, averaged_state
+from tfpar.outer.federated.client_update import ClientData, averaged_state, frozen_digest
 from tfpar.outer.federated.flower_server import FlowerServer
 from tfpar.outer.federated.round import ClientRound
 from tfpar.outer.federated.sampling import local_order
@@ -191,6 +191,11 @@ class _Training:
         """`UpdateEncoding.encode`."""
         return self._compiled(self.round.encoding.encode)
 
+    @functools.cached_property
+    def frozen(self) -> str:
+        """`frozen_digest` of the model."""
+        return frozen_digest(self.trainer.model)
+
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return tf.function(function, autograph=False, jit_compile=self.trainer.program.compiles_whole or None)
 
@@ -211,13 +216,21 @@ class _Client:
 
         Args:
           arrays: The server's weights, then the floating-point state of the model.
-          config: `round` and `learning_rate`.
+          config: `round`, `learning_rate`, and `frozen`, the digest of the server's frozen weights.
           number: Number of this client.
           residual: The client's residual, or None.
 
         Returns:
           The message (payloads or tensors of the movement, then changes of state), the new residual, and the metrics.
+
+        Raises:
+          ConfigError: The model has other frozen weights than that of the server.
         """
+        if config["frozen"] != self._training.frozen:
+            raise ConfigError(
+                "the frozen weights of this client differ from those of the server, which does not send them. Let the "
+                "function that builds the model load the same values on both."
+            )
         options, train = federated_of(self._trainer.config), self._trainer.config.train
         model, count = self._trainer.model, self._source.info.num_examples
         weights = len(model.trainable_variables)

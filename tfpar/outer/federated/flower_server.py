@@ -14,7 +14,7 @@ from tfpar.checkpoint.export import export_model
 from tfpar.config.errors import TrainingError
 from tfpar.optim.pure_update import pure_apply
 from tfpar.outer.federated.checks import federated_of
-from tfpar.outer.federated.client_update import averaged_state
+from tfpar.outer.federated.client_update import averaged_state, frozen_digest
 from tfpar.outer.federated.replies import BadReplyError, read_reply
 from tfpar.outer.federated.sampling import Sampling
 from tfpar.outer.federated.server import Averaging
@@ -48,6 +48,7 @@ class FlowerServer:
         self._averaging = Averaging.of(self.options, seed, float(per_round))
         self._schedule = trainer.program.schedule(self.options.rounds)
         self._counts = {"clients_trained": 0, "clients_dropped": 0, "bytes_up": 0, "bytes_down": 0}
+        self._frozen = frozen_digest(trainer.model)
         self._loss: float | None = None  # of the last round in which a client replied
 
     def round(self, flwr: Any, grid: Any, number: int, seconds: float) -> None:
@@ -61,7 +62,7 @@ class FlowerServer:
         arrays = [np.asarray(variable) for variable in [*model.trainable_variables, *state]]
         assert self._schedule is not None
         rate = float(self._schedule(tf.constant(number, tf.int64)))
-        config = flwr.app.ConfigRecord({"round": number, "learning_rate": rate})
+        config = flwr.app.ConfigRecord({"round": number, "learning_rate": rate, "frozen": self._frozen})
         content = {"arrays": flwr.app.ArrayRecord(arrays), "config": config}
         messages = [
             flwr.app.Message(content=flwr.app.RecordDict(dict(content)), message_type="train", dst_node_id=nodes[place])

@@ -18,10 +18,9 @@ from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, FederatedConfig
 from tfpar.optim import optimizers, schedules
-from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import privacy
 from tfpar.outer.federated.checks import DEFAULTS, check, check_evaluated, check_model, complete, federated_of
-from tfpar.outer.federated.client_update import LocalTraining
+from tfpar.outer.federated.client_update import LocalTraining, averaged_state
 from tfpar.outer.federated.encoding import UpdateEncoding
 from tfpar.outer.federated.evaluation import FederatedEvaluator
 from tfpar.outer.federated.population import Population, RoundElements, bytes_of_round
@@ -43,7 +42,6 @@ from tfpar.training.program import Program
 from tfpar.training.start import initialize
 
 import keras
-import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
@@ -218,11 +216,7 @@ class FederatedTrainer:
     def _traffic_of_clients(self, population: Population, encoding: UpdateEncoding) -> tuple[int, int]:
         """Returns the bytes that one client sends in a round, and the bytes that it receives."""
         model = self.program.model
-        state = sum(
-            4 * math.prod(variable.shape)
-            for variable in model.non_trainable_variables
-            if tf.as_dtype(variable.dtype).is_floating and not is_seed_state(variable)
-        )
+        state = sum(4 * math.prod(model.non_trainable_variables[place].shape) for place in averaged_state(model))
         weights = sum(4 * math.prod(weight.shape) for weight in model.trainable_variables)
         # The server computes a client's new control variate from its movement, as option II defines it.
         variate = weights if population.options.averaging == "scaffold" else 0
