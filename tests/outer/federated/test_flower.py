@@ -114,7 +114,8 @@ def test_a_server_and_two_clients_average_what_a_simulation_does(commands, tmp_p
     # Two kernels as int8 with a scale for each block, two biases as they are.
     assert found["federated"]["bytes_up_per_round"] < 0.5 * found["federated"]["bytes_down_per_round"]
 
-    here = FederatedTrainer(federation.build, federation.LOSS, **federation.OPTIONS, partition="by_class:3", verbose=0)
+    simulated = {**federation.OPTIONS, "clients": 2, "partition": "by_class:3", "verbose": 0}
+    here = FederatedTrainer(federation.build, federation.LOSS, **simulated)
     here.fit(*federation.examples())
     flower = keras.saving.load_model(summary.parent / "model.keras")
     for one, other in zip(flower.get_weights(), here.model.get_weights(), strict=True):

@@ -50,12 +50,24 @@ def test_each_node_of_a_process_has_a_client_of_its_own():
 @pytest.mark.parametrize("through_config", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{"averaging": "scaffold"}, {"noise_multiplier": 1.0, "client_clip": 1.0}, {"schedule": "plateau"}],
+    [
+        {"averaging": "scaffold"},
+        {"noise_multiplier": 1.0, "client_clip": 1.0},
+        {"schedule": "plateau"},
+        {"partition": "by_class:2"},
+        {"clients": 20},
+        {"client_dropout": 0.5},
+        {"client_holdout": 0.2},
+        {"clients_evaluated": 5},
+        {"eval_every": 3},
+        {"checkpoint_every": 3},
+    ],
 )
 def test_what_does_not_work_over_flower_is_refused(options, through_config):
+    name = next(iter(options))
     if through_config:
         options = {"config": with_options(None, options)}
-    with pytest.raises(ConfigError, match="does not work over Flower"):
+    with pytest.raises(ConfigError, match=f"--{name}=.* does not work over Flower"):
         flower._trainer(with_statistics, "mse", options)
 
 
@@ -63,9 +75,14 @@ def with_statistics() -> keras.Model:
     return keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
 
 
+def test_more_nodes_than_the_default_population_need_no_other_option():
+    made = flower._trainer(with_statistics, "mse", {"clients_per_round": 150})
+    assert FlowerServer(made).options.clients_per_round == 150
+
+
 def server_and_arrays() -> tuple[FlowerServer, list[np.ndarray]]:
     """A server of a model with batch statistics, and a reply of clients whose weights have moved by 1."""
-    server = FlowerServer(flower._trainer(with_statistics, "mse", {"clients": 2, "clients_per_round": 2}))
+    server = FlowerServer(flower._trainer(with_statistics, "mse", {"clients_per_round": 2}))
     model = server._trainer.model
     state = [model.non_trainable_variables[index] for index in averaged_state(model)]
     return server, [np.ones(variable.shape, np.float32) for variable in [*model.trainable_variables, *state]]
@@ -196,7 +213,7 @@ def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation(build):
                 assert [array.dtype for array in arrays] == [np.int32, np.float32]
             replies.append(reply(arrays, figures))
         server._apply(replies, number)
-    here = FederatedTrainer(build, federation.LOSS, **federation.OPTIONS, partition="by_class:3", verbose=0)
+    here = FederatedTrainer(build, federation.LOSS, **federation.OPTIONS, clients=2, partition="by_class:3", verbose=0)
     here.fit(x, y)
     for one, other in zip(server._trainer.model.get_weights(), here.model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)

@@ -98,6 +98,44 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
         privacy.check_installed()
 
 
+def check_over_flower(config: ExperimentConfig) -> None:
+    """Refuses options that do not work over Flower, or have no effect there.
+
+    Args:
+      config: The experiment, before `complete`.
+
+    Raises:
+      ConfigError: There is such an option: SCAFFOLD, whose control variates are not sent; noise, which would be drawn
+        from a seed that clients know; a schedule that needs evaluations; or one for the clients of a simulation.
+    """
+    options, defaults = config.federated or FederatedConfig(), FederatedConfig()
+    if options.noise_multiplier:
+        raise ConfigError(
+            f"--noise_multiplier={options.noise_multiplier:g} does not work over Flower: the noise follows from the "
+            "seed, which all clients have. Use Flower's own differential privacy."
+        )
+    if options.averaging == "scaffold":
+        raise ConfigError("--averaging=scaffold does not work over Flower yet. Use another, such as fedprox.")
+    if config.schedule.schedule == "plateau":
+        raise ConfigError(
+            "--schedule=plateau does not work over Flower, whose server evaluates only at the end. Use another, such "
+            "as constant."
+        )
+    nodes, evaluated = "the clients are the nodes, with their own examples", "the server evaluates only at the end"
+    for name, value, idle, why in (
+        ("partition", options.partition, defaults.partition, nodes),
+        # A configuration compares the two.
+        ("clients", options.clients, max(defaults.clients, options.clients_per_round), nodes),
+        ("client_dropout", options.client_dropout, 0.0, "a node drops out by itself"),
+        ("client_holdout", options.client_holdout, 0.0, evaluated),
+        ("clients_evaluated", options.clients_evaluated, defaults.clients_evaluated, evaluated),
+        ("eval_every", config.train.eval_every, 0, evaluated),
+        ("checkpoint_every", config.checkpoint.checkpoint_every, 0, "the server writes no checkpoints"),
+    ):
+        if value != idle:
+            raise ConfigError(f"--{name}={value} does not work over Flower: {why}. Leave it out.")
+
+
 def check_evaluated(options: FederatedConfig, evaluated: bool) -> None:
     """Refuses options of the evaluation on clients for a run that makes no evaluations.
 

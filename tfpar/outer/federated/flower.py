@@ -16,8 +16,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.config import ConfigError
-from tfpar.outer.federated.checks import complete, federated_of
+from tfpar.config import ConfigError, FederatedConfig
+from tfpar.outer.federated.checks import check_over_flower, complete, federated_of
 from tfpar.outer.federated.client_update import ClientData, averaged_state, frozen_digest
 from tfpar.outer.federated.flower_server import FlowerServer
 from tfpar.outer.federated.round import ClientRound
@@ -125,26 +125,16 @@ def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any
     """Creates the trainer whose pure functions client and server use, on one device of this process.
 
     Raises:
-      ConfigError: The options, or the configuration among them, choose SCAFFOLD, whose control variates are not sent
-        over Flower; noise, which would be drawn from a seed that clients know; or a schedule that needs evaluations.
+      ConfigError: The options, or the configuration among them, have one that does not work over Flower.
     """
     arguments = {name: options[name] for name in ("metrics", "runtime") if name in options}
     others = {name: value for name, value in options.items() if name not in ("config", *arguments)}
-    config = complete(with_options(options.get("config"), {"strategy": "one_device", "verbose": 0, **others}))
-    federated = federated_of(config)
-    if federated.noise_multiplier:
-        raise ConfigError(
-            f"--noise_multiplier={federated.noise_multiplier:g} does not work over Flower: the noise follows from the "
-            "seed, which all clients have. Use Flower's own differential privacy."
-        )
-    if federated.averaging == "scaffold":
-        raise ConfigError("--averaging=scaffold does not work over Flower yet. Use another, such as fedprox.")
-    if config.schedule.schedule == "plateau":
-        raise ConfigError(
-            "--schedule=plateau does not work over Flower, whose server evaluates only at the end. Use another, such "
-            "as constant."
-        )
-    return FederatedTrainer(model, loss, config=config, **arguments)
+    per_round = others.get("clients_per_round")
+    if isinstance(per_round, int) and per_round > FederatedConfig.clients:
+        others = {"clients": per_round, **others}  # which a configuration compares; here the clients are the nodes
+    config = with_options(options.get("config"), {"strategy": "one_device", "verbose": 0, **others})
+    check_over_flower(config)
+    return FederatedTrainer(model, loss, config=complete(config), **arguments)
 
 
 class _Clients:

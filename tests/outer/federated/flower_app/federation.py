@@ -10,7 +10,6 @@ import keras
 import numpy as np
 
 OPTIONS = {
-    "clients": 2,
     "clients_per_round": 2,
     "rounds": 2,
     "local_epochs": 2,
