@@ -125,22 +125,56 @@ def test_a_reply_that_cannot_be_averaged_counts_as_dropped_out(change, figures, 
     np.testing.assert_array_equal(weights[0], [0.0, 0.0])  # gamma: 1 minus the movement of the other client
 
 
+def message(dst_node_id, **_) -> types.SimpleNamespace:
+    return types.SimpleNamespace(metadata=types.SimpleNamespace(dst_node_id=dst_node_id, message_id=str(dst_node_id)))
+
+
+FLWR = types.SimpleNamespace(
+    app=types.SimpleNamespace(ConfigRecord=dict, RecordDict=dict, ArrayRecord=list, Message=message)
+)
+
+
 def test_nodes_without_a_usable_reply_are_named(capfd):
     server, _ = server_and_arrays()
     failed = reply([], {}, node=11)
     failed.has_error, failed.error = lambda: True, types.SimpleNamespace(code=2, reason="Traceback\n  out of memory")
     grid = types.SimpleNamespace(get_node_ids=lambda: [11, 12], send_and_receive=lambda messages, timeout: [failed])
 
-    def message(dst_node_id, **_):
-        metadata = types.SimpleNamespace(dst_node_id=dst_node_id, message_id=str(dst_node_id))
-        return types.SimpleNamespace(metadata=metadata)
-
-    app = types.SimpleNamespace(ConfigRecord=dict, RecordDict=dict, ArrayRecord=list, Message=message)
-    server.round(types.SimpleNamespace(app=app), grid, 0, 60.0)
+    server.round(FLWR, grid, 0, 60.0)
     said = capfd.readouterr().out
     assert "round 1: node 11 counts as dropped out: error 2: Traceback out of memory" in said
     assert "round 1: node 12 counts as dropped out: no reply within 60 s" in said
     assert server._counts["clients_dropped"] == 2
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+@pytest.mark.parametrize("connected", [[11], []])
+def test_a_round_does_not_wait_forever_for_nodes_that_are_gone(connected, sampling, capfd):
+    server, arrays = server_and_arrays()
+    server.options = dataclasses.replace(server.options, client_sampling=sampling)
+    sent = []
+
+    def send_and_receive(messages, timeout):
+        sent.extend(each.metadata.dst_node_id for each in messages)
+        return [reply(arrays, {"num-examples": 5, "loss": 1.0}, node=11)]
+
+    grid = types.SimpleNamespace(get_node_ids=lambda: connected, send_and_receive=send_and_receive)
+    server.round(FLWR, grid, 1, 0.0)
+    assert sent == connected
+    missing = 2 - len(connected)
+    assert server._counts["clients_dropped"] == missing
+    assert server._counts["clients_trained"] == len(connected)
+    assert f"round 2: {missing} of 2 nodes are not connected after 0 s" in capfd.readouterr().out
+
+
+def test_the_first_round_says_at_once_how_many_nodes_it_waits_for(capfd):
+    server, arrays = server_and_arrays()
+    found = iter([[11], [11], [11, 12]])
+    replies = [reply(arrays, {"num-examples": 5, "loss": 1.0}, node=node) for node in (11, 12)]
+    grid = types.SimpleNamespace(get_node_ids=lambda: next(found), send_and_receive=lambda messages, timeout: replies)
+    server.round(FLWR, grid, 0, 0.01)
+    assert server._counts["clients_trained"] == 2
+    assert capfd.readouterr().out.count("round 1: waiting for 1 of 2 nodes to connect") == 1
 
 
 def test_the_loss_is_that_of_the_last_round_with_clients(tmp_path):

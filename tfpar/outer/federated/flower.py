@@ -78,6 +78,7 @@ def server_app(
     """Returns a `flwr.serverapp.ServerApp` that averages the updates of the nodes.
 
     It begins once `clients_per_round` nodes are connected, and writes `model.keras` and `summary.json` at the end.
+    While it waits for nodes, a line of the log says each minute how many are missing.
 
     Args:
       model: A function that builds the model.
@@ -85,7 +86,8 @@ def server_app(
       workdir: The directory for results.
       evaluate: A function of the model that returns figures, which `summary.json` records after the last round.
       reply_seconds: Time limit for a node's reply. A node that takes longer, fails, or sends something that cannot be
-        averaged counts as dropped out.
+        averaged counts as dropped out. After the first round it is also the time for which a round waits for nodes that
+        are not connected: then it takes place with those that are.
       **options: As for `FederatedTrainer`, including those of rounds and of the server.
 
     Raises:

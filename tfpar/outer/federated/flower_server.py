@@ -28,6 +28,7 @@ import tensorflow as tf
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_LINE_SECONDS = 60.0  # between two lines about nodes that are missing
 _REASON_CHARACTERS = 300
 
 
@@ -52,12 +53,19 @@ class FlowerServer:
         self._loss: float | None = None  # of the last round in which a client replied
 
     def round(self, flwr: Any, grid: Any, number: int, seconds: float) -> None:
-        """Sends the weights to some nodes, and applies the mean of their replies."""
-        model = self._trainer.model
-        while len(nodes := sorted(grid.get_node_ids())) < self.options.clients_per_round:
-            time.sleep(_POLL_SECONDS)
-        seed = self._trainer.config.train.seed
-        chosen = Sampling(seed, len(nodes), self.options.clients_per_round, self.options.client_sampling).round(number)
+        """Sends the weights to some nodes, and applies the mean of their replies.
+
+        Args:
+          flwr: The module of Flower.
+          grid: Flower's connection to the nodes.
+          number: Number of the round, from 0.
+          seconds: Time limit for replies and, after the first round, for nodes that are not connected.
+        """
+        model, seed = self._trainer.model, self._trainer.config.train.seed
+        nodes = self._connected(grid, number, seconds)
+        per_round = min(self.options.clients_per_round, len(nodes))
+        sampling = Sampling(seed, len(nodes), per_round, self.options.client_sampling)
+        chosen = [nodes[place] for place in sampling.round(number)[0]] if nodes else []
         state = [model.non_trainable_variables[place] for place in averaged_state(model)]
         arrays = [np.asarray(variable) for variable in [*model.trainable_variables, *state]]
         assert self._schedule is not None
@@ -65,11 +73,33 @@ class FlowerServer:
         config = flwr.app.ConfigRecord({"round": number, "learning_rate": rate, "frozen": self._frozen})
         content = {"arrays": flwr.app.ArrayRecord(arrays), "config": config}
         messages = [
-            flwr.app.Message(content=flwr.app.RecordDict(dict(content)), message_type="train", dst_node_id=nodes[place])
-            for place in chosen[0]
+            flwr.app.Message(content=flwr.app.RecordDict(dict(content)), message_type="train", dst_node_id=node)
+            for node in chosen
         ]
         self._counts["bytes_down"] += len(messages) * sum(array.nbytes for array in arrays)
-        self._apply(self._answers(grid, messages, number, seconds), number)
+        self._apply(self._answers(grid, messages, number, seconds) if messages else [], number)
+
+    def _connected(self, grid: Any, number: int, seconds: float) -> list[int]:
+        """Waits until enough nodes for a round are connected; returns all that are.
+
+        The first round waits without a limit: an operator starts the nodes after the server. In later ones, nodes that
+        are not connected again in time count as dropped out.
+        """
+        began, wanted, line_due = time.monotonic(), self.options.clients_per_round, 0.0
+        while len(nodes := sorted(grid.get_node_ids())) < wanted:
+            waited, missing = time.monotonic() - began, wanted - len(nodes)
+            if number and waited >= seconds:
+                self._counts["clients_dropped"] += missing
+                _log.warning(
+                    "round %d: %d of %d nodes are not connected after %g s, and count as dropped out",
+                    *(number + 1, missing, wanted, seconds),
+                )
+                break
+            if waited >= line_due:
+                _log.warning("round %d: waiting for %d of %d nodes to connect", number + 1, missing, wanted)
+                line_due += _LINE_SECONDS
+            time.sleep(min(_POLL_SECONDS, seconds))
+        return nodes
 
     def _answers(self, grid: Any, messages: list[Any], number: int, seconds: float) -> list[Any]:
         """Sends messages, and returns the replies of the nodes that neither fail nor take too long, by node."""
