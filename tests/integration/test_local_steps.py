@@ -320,6 +320,7 @@ def test_a_fast_worker_takes_more_steps_in_a_round(further):
         ({"local_steps": 5}, r"--round_seconds=2 does not work with --local_steps=5: a round has either"),
         ({"local_steps": "auto"}, r"--round_seconds=2 does not work with --local_steps=auto"),
         ({"outer_fragments": 2}, r"--outer_fragments=2 does not work with --round_seconds=2"),
+        ({"stall_timeout": 2.0}, r"--round_seconds=2 does not work with --stall_timeout=2: .* --stall_timeout=4"),
     ],
 )
 def test_what_rounds_of_a_given_time_cannot_have_is_refused_by_name(options, message):

@@ -40,6 +40,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
         )
         raise ConfigError(f"{flag} does not work with --strategy={topology.name}, which {why}. Use multi_worker.")
     _check_mesh(flag, config, topology)
+    _check_stall(flag, config)
     if config.train.shard != "none":
         raise ConfigError(
             f"{flag} does not work with --shard={config.train.shard}: workers that train by themselves need all of the "
@@ -78,6 +79,16 @@ def _check_mesh(flag: str, config: ExperimentConfig, topology: Topology) -> None
         raise ConfigError(
             f"{names} does not work with --mesh={config.strategy.mesh} on GPUs: steps communicate within a replica, "
             "and an exchange at the same time would mix its calls of NCCL with theirs. Leave one of them out."
+        )
+
+
+def _check_stall(flag: str, config: ExperimentConfig) -> None:
+    """Refuses rounds in which a worker that waits for the others would be taken for one that hangs."""
+    seconds, limit = config.outer.round_seconds, config.strategy.stall_timeout
+    if 0.0 < limit <= seconds:
+        raise ConfigError(
+            f"{flag} does not work with --stall_timeout={limit:g}: a worker may wait for the others until the end of "
+            f"a round, and would be ended as one that hangs. Give shorter rounds, or --stall_timeout={2 * seconds:g}."
         )
 
 

@@ -34,6 +34,9 @@ class LoopRounds:
     Args:
       context: The run.
       rounds: Its rounds.
+
+    Attributes:
+      is_first: Whether no steps have been joined since the start.
     """
 
     def __init__(self, context: RunContext, rounds: AnyRounds) -> None:
@@ -41,6 +44,7 @@ class LoopRounds:
         self._reports: dict[int, RoundReport] = {}  # the last report of each fragment
         self._concluded_at = 0
         self._began_waiting = 0.0
+        self.is_first = True
 
     def begin(self, step: int) -> int:
         """Begins a round, or continues it; returns where the loop must stop next."""
@@ -81,6 +85,7 @@ class LoopRounds:
 
         joined, rows, weights = joined_steps(own, row, steps_of, agreement)
         rounds.note(len(joined.losses), weights)
+        self.is_first = False
         return joined, rows
 
     def join(

@@ -208,16 +208,20 @@ class SynchronousLoop:
                 result = self._step.run(self._iterator, *arguments, factor, norms)
                 return result, result.durations.numpy()
 
-        if not (self._rounds and self._rounds.seconds):
+        rounds = self._rounds
+        if not (rounds and rounds.seconds):
             return OwnSteps.of([call(0, steps, state.loss_scale)])
         scales = [state.loss_scale]
 
         def call_next(done: int, steps: int) -> tuple[StepsResult, np.ndarray]:
             result, durations = call(done, steps, scales[-1])
             scales.append(result.loss_scale)
+            # Workers wait for each other until the slowest has compiled the step.
+            what, patient = f"the steps after {state.step + done + steps}", rounds.is_first
+            context.watchdog.progress(what, patient=patient)
             return result, durations
 
-        return OwnSteps.of(run_for(self._rounds.seconds, steps, call_next))
+        return OwnSteps.of(run_for(rounds.seconds, steps, call_next, lambda: context.preemption.received))
 
     def _weights(self) -> dict[str, np.ndarray]:
         """The trainable weights by path, from this worker's first replica."""

@@ -49,19 +49,22 @@ class OwnSteps:
         return cls(Interval(losses, counts, finite, metrics), loss_counts, durations, results[-1])
 
 
-def run_for(seconds: float, most: int, call: Callable[[int, int], Call]) -> list[Call]:
+def run_for(
+    seconds: float, most: int, call: Callable[[int, int], Call], asked_to_end: Callable[[], bool] = lambda: False
+) -> list[Call]:
     """Takes as many steps as fit in a time; at least one.
 
     Args:
       seconds: The time.
       most: At most this many steps.
       call: `(done, steps)`: takes some steps after those done.
+      asked_to_end: Whether to take no more steps; asked after each call.
     """
     calls: list[Call] = []
     began, done, per_step = time.perf_counter(), 0, 0.0
     while done < most:
         left = seconds - (time.perf_counter() - began)
-        if calls and left < per_step:
+        if calls and (left < per_step or asked_to_end()):
             break
         steps = min(max(int(min(left, seconds / _PART) / per_step), 1), most - done) if calls else 1
         started = time.perf_counter()
