@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tfpar
 from tfpar.outer.federated import partition
-from tfpar.outer.federated.population import Population
+from tfpar.outer.federated.population import Population, RoundElements
 from tfpar.outer.federated.sampling import Sampling, local_order
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 LABELS = np.random.default_rng(0).integers(0, 10, 1437)
 
@@ -109,3 +112,40 @@ def test_a_client_sees_each_example_once_an_epoch():
     filled = local_order(1, 2, 3, 7, epochs=2, batch=3, shuffle=True, fill=True)
     assert filled.min() == 0
     np.testing.assert_array_equal(filled[:2], order[:2])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_replica_reads_the_examples_of_its_clients_and_no_others(replicas):
+    """One client has most of the examples, and takes part in some rounds only."""
+    x = np.arange(60, dtype=np.float32)[:, np.newaxis]
+    source, read = tfpar.inputs.from_arrays(x, x[:, 0]), []
+
+    def noted(indices: tf.Tensor):
+        tf.numpy_function(lambda rows: read.append(rows) or np.int32(0), [indices], tf.int32)
+        return source.read(indices)
+
+    options = {"clients": 6, "clients_per_round": 3, "rounds": 4, "client_batch": 4}
+    config = tfpar.ExperimentConfig.from_flat_dict(options, program="federated")
+    parts = np.split(np.arange(60), [40, 44, 47, 51, 56])
+    population = dataclasses.replace(
+        Population.of(source, config), source=dataclasses.replace(source, read=noted), parts=parts
+    )
+    elements = RoundElements.of(population, replicas, rounds=4, fill=False)
+    drawn = [population.sampling.round(number)[0] for number in range(4)]
+    assert {0 in clients for clients in drawn} == {True, False}
+    dataset = elements.dataset(0, replicas, 0)
+    shares = [*dataset.take(4 * replicas).as_numpy_iterator()]
+    for number, clients in enumerate(drawn):
+        own = shares[number * replicas : (number + 1) * replicas]
+        assert sorted(client for share in own for client in share.client if client >= 0) == clients.tolist()
+        for share in own:
+            assert len(share.data.x) == elements.rows < elements.slots * 40
+            for place, client in enumerate(share.client[share.client >= 0]):
+                rows = share.data.order[place][share.data.order[place] >= 0]
+                assert sorted(share.data.x[rows, 0]) == parts[client].tolist()
+                assert (share.data.weight[rows] == 1.0).all()
+    expected = [sum(len(parts[client]) for client in clients) for clients in drawn]
+    by_round = [sum(map(len, read[number * replicas : (number + 1) * replicas])) for number in range(4)]
+    assert sorted(by_round) == sorted(expected)
+    [*_, later] = dataset.take(5 * replicas).as_numpy_iterator()  # which tf.data prepares
+    assert (later.client == -1).all()

@@ -1,7 +1,7 @@
 """The work of a client in a round: it trains the server's weights on its own examples.
 
-Pure functions of tensors, which one XLA program runs for all clients of a device. Shapes: M examples of the largest
-client, at most T local steps, B examples of a step.
+Pure functions of tensors, which one XLA program runs for all clients of a device. Shapes: M examples of the
+clients of a device, at most T local steps, B examples of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ClientData(NamedTuple):
     """The examples of a client, and the order in which it uses them.
 
     Attributes:
-      x: `[M, ...]`, or a structure of such tensors; rows after the client's own examples are padding.
+      x: `[M, ...]`, or a structure of such tensors; rows that no step uses are padding, or of other clients.
       y: Like `x`.
       weight: Float32 `[M]`: 1, or 0 for padding and unusable examples.
       order: Int32 `[T, B]`: indices into `x` of the examples of each step; -1 for none.
@@ -138,7 +138,8 @@ class LocalTraining:
     ) -> _LoopState:
         """Takes one local step; `params` are the server's weights."""
         places = data.order[index]
-        rows = tf.maximum(places, 0)
+        # Not the first row, which may be that of another client, and not finite.
+        rows = tf.where(places < 0, places[0], places)
         x, y = (tf.nest.map_structure(lambda part: tf.gather(part, rows)[tf.newaxis], each) for each in data[:2])
         weight = tf.gather(data.weight, rows) * tf.cast(places >= 0, tf.float32)
         sums = self.core.accumulate_alone(held.params, held.state, (x, y, weight[tf.newaxis]), fold_in(seed, index))

@@ -1,7 +1,7 @@
 """The population of clients: the examples of each client, and the input of each replica in a round.
 
-Shapes: R replicas of all workers, C clients of a replica, M examples of the largest client, at most T local steps, B
-examples of a step, S = R C slots for clients.
+Shapes: R replicas of all workers, C clients of a replica, M examples of all clients of a replica in the largest round,
+at most T local steps, B examples of a step, S = R C slots for clients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class RoundShare(NamedTuple):
     """The clients of a round that one replica trains.
 
     Attributes:
-      data: The data of the clients: tensors with a leading dim C.
+      data: The examples of all its clients, one client after the other, and for each client `order`, `[C, T, B]`, and
+        `steps`, `[C]`.
       mass: Float32 `[C]`: the weight of each client in the mean.
       client: Int32 `[C]`: the number of each client; -1 for empty slots, which come last.
       everyone: Int32 `[S]`: `client` of all replicas.
@@ -141,18 +142,25 @@ class RoundElements:
       population: The clients.
       replicas: Number of replicas of all workers, R.
       slots: Number of clients per replica, C.
+      rounds: Number of rounds. No client takes part in later ones, which tf.data may prepare.
+      rows: Number of examples per replica, M. Shorter shares are padded, so that only one shape is traced.
       fill: Whether short batches are filled, because the model needs whole batches.
     """
 
     population: Population
     replicas: int
     slots: int
+    rounds: int
+    rows: int
     fill: bool
 
     @classmethod
     def of(cls, population: Population, replicas: int, rounds: int, *, fill: bool) -> RoundElements:
         """Returns the input for a run of this many rounds."""
-        return cls(population, replicas, -(-population.sampling.most(rounds) // replicas), fill)
+        slots, sizes = -(-population.sampling.most(rounds) // replicas), np.array([0, *map(len, population.parts)])
+        tables = (_dealt(population, number, slots, replicas) for number in range(rounds))
+        rows = max(1, *(int(sizes[table + 1].sum(axis=0).max()) for table in tables))
+        return cls(population, replicas, slots, rounds, rows, fill)
 
     def dataset(self, worker: int, local_replicas: int | None, start: int) -> tf.data.Dataset:
         """Returns a data set without end: one `RoundShare` per round and local replica, in order.
@@ -163,17 +171,9 @@ class RoundElements:
           start: The first round.
         """
         local = local_replicas or self.replicas
-        first, (slots, most, steps, batch) = worker * local, self._sizes
-        shapes = (
-            [slots, most],
-            [slots, most],
-            [slots, steps, batch],
-            [slots],
-            [slots],
-            [slots],
-            [slots * self.replicas],
-        )
-        types = (tf.int64, tf.float32, tf.int32, tf.int32, tf.float32, tf.int32, tf.int32)
+        first, slots = worker * local, self.slots
+        shapes = ([None], [slots, *self._steps_and_batch], [slots], [slots], [slots], [slots * self.replicas])
+        types = (tf.int64, tf.int32, tf.int32, tf.float32, tf.int32, tf.int32)
         signature = tuple(map(tf.TensorSpec, shapes, types))
 
         def rounds() -> Iterator[tuple[np.ndarray, ...]]:
@@ -190,29 +190,25 @@ class RoundElements:
         return chosen.map(self._fetch).prefetch(2 * local).with_options(options)
 
     @property
-    def _sizes(self) -> tuple[int, int, int, int]:
-        """Returns C, M, T and B."""
+    def _steps_and_batch(self) -> tuple[int, int]:
+        """Returns T and B."""
         options = self.population.options
         most = max(map(len, self.population.parts))
-        return self.slots, most, options.local_epochs * -(-most // options.client_batch), options.client_batch
+        return options.local_epochs * -(-most // options.client_batch), options.client_batch
 
     def shares(self, number: int, replicas: range) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields, for each replica, indices and weights of examples, order, steps, mass, client, everyone."""
-        population, options = self.population, self.population.options
-        clients = population.sampling.round(number)[0]
-        sizes = np.array([len(population.parts[client]) for client in clients], np.int64)
-        # Deals out the largest clients first, so that all replicas have about the same number of steps.
-        dealt = clients[np.argsort(-sizes, kind="stable")]
-        slots, most, steps, batch = self._sizes
+        """Yields, for each replica, the indices of its clients' examples, and order, steps, mass, client, everyone."""
+        population, options, slots = self.population, self.population.options, self.slots
+        steps, batch = self._steps_and_batch
         table = np.full([slots, self.replicas], -1, np.int32)
-        table.reshape(-1)[: len(dealt)] = dealt
+        if number < self.rounds:
+            table = _dealt(population, number, slots, self.replicas)
         for replica in replicas:
-            own = table[:, replica]
-            indices, weights = np.zeros([slots, most], np.int64), np.zeros([slots, most], np.float32)
+            own, count = table[:, replica], 0
+            indices = [np.zeros(0, np.int64)]
             order, lengths = np.full([slots, steps, batch], -1, np.int32), np.zeros(slots, np.int32)
             for place, client in enumerate(own[own >= 0]):
                 part = population.parts[client]
-                indices[place, : len(part)], weights[place, : len(part)] = part, 1.0
                 rows = sampling.local_order(
                     *(population.seed, number, int(client), len(part)),
                     epochs=options.local_epochs,
@@ -220,23 +216,33 @@ class RoundElements:
                     shuffle=population.shuffle,
                     fill=self.fill,
                 )
-                order[place, : len(rows)], lengths[place] = rows, len(rows)
+                order[place, : len(rows)], lengths[place] = np.where(rows < 0, -1, rows + count), len(rows)
+                indices.append(part)
+                count += len(part)
             mass = np.zeros(slots, np.float32)
             mass[own >= 0] = population.masses(own[own >= 0])
-            yield indices, weights, order, lengths, mass, own, table.T.reshape(-1)
+            yield np.concatenate(indices), order, lengths, mass, own, table.T.reshape(-1)
 
-    def _fetch(self, indices: tf.Tensor, weights: tf.Tensor, *others: tf.Tensor) -> RoundShare:
+    def _fetch(self, indices: tf.Tensor, *others: tf.Tensor) -> RoundShare:
         order, lengths, mass, own, everyone = others
-        source, (slots, most, _, _) = self.population.source, self._sizes
-        x, y = source.fetch(tf.reshape(indices, [-1]))
-        rows = tf.TensorShape([slots, most])
-        x, y = (
-            tf.nest.map_structure(
-                lambda value, one: tf.reshape(value, one.shape), each, structures.batch_specs(rows, spec)
-            )
-            for each, spec in ((x, source.info.input_spec), (y, source.info.target_spec))
-        )
+
+        def padded(value: tf.Tensor) -> tf.Tensor:
+            missing = tf.zeros([self.rows - tf.shape(value)[0], *value.shape[1:]], value.dtype)
+            return tf.ensure_shape(tf.concat([value, missing], axis=0), [self.rows, *value.shape[1:]])
+
+        x, y = tf.nest.map_structure(padded, self.population.source.fetch(indices))
+        weights = padded(tf.ones(tf.shape(indices)))
         return RoundShare(ClientData(x, y, weights, order, lengths), mass, own, everyone)
+
+
+def _dealt(population: Population, number: int, slots: int, replicas: int) -> np.ndarray:
+    """Returns the clients of a round on each replica, int32 `[C, R]`; -1 for empty slots."""
+    clients = population.sampling.round(number)[0]
+    sizes = np.array([len(population.parts[client]) for client in clients], np.int64)
+    table = np.full([slots, replicas], -1, np.int32)
+    # Deals out the largest clients first, so that all replicas have about the same number of steps.
+    table.reshape(-1)[: len(clients)] = clients[np.argsort(-sizes, kind="stable")]
+    return table
 
 
 def _parts(source: Source, options: FederatedConfig, seed: int) -> list[np.ndarray]:

@@ -126,7 +126,7 @@ class ClientRound:
         kept: Kept,
     ) -> tuple[RoundSums, Kept]:
         """Returns the contribution of one client to the sums, and its new state."""
-        data = tf.nest.map_structure(lambda part: part[place], share.data)
+        data = share.data._replace(order=share.data.order[place], steps=share.data.steps[place])
         own = fold_in(seed, share.client[place])
         before = Kept(kept.variates[place], kept.residuals[place])
         shapes = [param.shape for param in params]
