@@ -139,6 +139,7 @@ def test_without_log_every_a_run_has_sixty_points(tmp_path):
 def test_calls_are_not_cut_for_points_that_the_user_sets_or_with_a_fixed_length():
     assert _monitor(None, config=_config(log_every=7), total_steps=920).next_boundary(0) == 920
     assert _monitor(None, config=_config(steps_per_loop=100), total_steps=920).next_boundary(0) == 920
+    assert _monitor(None, config=_config(round_seconds=60.0), total_steps=920).next_boundary(0) == 920
     assert _monitor(None, config=_config(), total_steps=50).next_boundary(0) == 10  # nor for less than 10 steps
 
 

@@ -72,9 +72,10 @@ class Monitor:
         self._global_batch_size = config.input.global_batch_size
         self._utilisation = Utilisation(flops_per_example or 0.0, (peak_flops or 0.0) * replicas)
         self._timings = Timings()
-        # Where the user sets the length of a call, it is not cut for points.
+        # Where the user sets the length of a call or of a round, it is not cut for points.
         self.timed_points = not config.monitor.log_every
-        self._cuts_calls = self.timed_points and not config.train.steps_per_loop
+        is_set = config.train.steps_per_loop or config.outer.round_seconds
+        self._cuts_calls = self.timed_points and not is_set
         self.cadence = config.monitor.log_every or max(_FEWEST_STEPS, total_steps // _POINTS)
         profiles = config.monitor.profiles(worker)
         self._profile = ProfileWindow(config.monitor.profile_window(), worker=worker, profiles=profiles)

@@ -11,10 +11,11 @@ from tfpar.exchange.reducer import dense_traffic
 from tfpar.monitor import timings
 from tfpar.outer.local import AnyRounds, RoundReport, Rounds
 from tfpar.outer.local.pace import Pace
+from tfpar.training.loops import timed_rounds
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.joined_reports import joined_reports
 from tfpar.training.loops.state import Interval, LoopState
-from tfpar.training.loops.timed_rounds import OwnSteps, joined_steps
+from tfpar.training.loops.timed_rounds import OwnSteps
 from tfpar.training.sidecar import Sidecar
 
 import numpy as np
@@ -34,9 +35,6 @@ class LoopRounds:
     Args:
       context: The run.
       rounds: Its rounds.
-
-    Attributes:
-      is_first: Whether no steps have been joined since the start.
     """
 
     def __init__(self, context: RunContext, rounds: AnyRounds) -> None:
@@ -44,7 +42,7 @@ class LoopRounds:
         self._reports: dict[int, RoundReport] = {}  # the last report of each fragment
         self._concluded_at = 0
         self._began_waiting = 0.0
-        self.is_first = True
+        self._rates: np.ndarray | None = None  # with `seconds`, steps per second of each worker in the last round
 
     def begin(self, step: int) -> int:
         """Begins a round, or continues it; returns where the loop must stop next."""
@@ -56,6 +54,25 @@ class LoopRounds:
         """Duration of a round in which each worker takes as many steps as it can; 0 if rounds have a number of
         steps."""
         return self._rounds.seconds
+
+    @property
+    def is_first(self) -> bool:
+        """With `seconds`: whether no round has ended since the start."""
+        return self._rates is None
+
+    def limits(self, steps: int) -> tuple[float, int]:
+        """With `seconds`: the duration and the most steps of this worker's part of the next round.
+
+        Workers of different speeds would not reach a stop within a round at the same time with the same number of
+        steps: the fast ones would wait. The first round after a start has no other limit, as speeds are not known.
+
+        Args:
+          steps: Steps of the run until the next stop.
+        """
+        if self._rates is None:
+            return self.seconds, steps
+        most, expected = timed_rounds.limits(steps, self._rates)
+        return min(self.seconds, expected), int(most[self._rounds.worker])
 
     def position(self, step: int) -> int:
         """The number of this worker's next step. With `seconds`, each worker goes through its own part of the order."""
@@ -69,7 +86,8 @@ class LoopRounds:
     def join_timed(
         self, own: OwnSteps, step: int, row: np.ndarray, agreement: WorkerAgreement
     ) -> tuple[Interval, np.ndarray]:
-        """`join` for workers that have taken different numbers of steps.
+        """`join` for workers that have taken different numbers of steps; the first number of `row` is their time in
+        seconds.
 
         The run's step counts examples: it is the number of steps that all workers together have taken, divided by the
         number of workers.
@@ -83,9 +101,10 @@ class LoopRounds:
             rounds.taken = before + taken
             return int(rounds.taken.sum()) // rounds.workers - step
 
-        joined, rows, weights = joined_steps(own, row, steps_of, agreement)
+        joined, rows, weights = timed_rounds.joined_steps(own, row, steps_of, agreement)
+        assert rounds.taken is not None
+        self._rates = (rounds.taken - before) / np.maximum(rows[:, 0], 1e-9)
         rounds.note(len(joined.losses), weights)
-        self.is_first = False
         return joined, rows
 
     def join(

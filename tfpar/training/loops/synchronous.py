@@ -198,30 +198,30 @@ class SynchronousLoop:
         multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
         start = self._rounds.position(state.step) if self._rounds else state.step
 
-        def call(done: int, steps: int, scale: LossScale | None) -> tuple[StepsResult, np.ndarray]:
+        def call(done: int, count: int, scale: LossScale | None, first: int) -> tuple[StepsResult, np.ndarray]:
             with (
-                bad_examples.named(context.info.train, lambda: pipeline.indices(start + done, steps, worker)),
-                context.monitor.marked_step(state.step + done),
+                bad_examples.named(context.info.train, lambda: pipeline.indices(start + done, count, worker)),
+                context.monitor.marked_step(first),
             ):
-                arguments = tf.constant(state.step + done, tf.int64), tf.constant(steps), scale
+                arguments = tf.constant(first, tf.int64), tf.constant(count), scale
                 factor, norms = tf.constant(multiplier, tf.float32), tf.constant(wants_norms)
                 result = self._step.run(self._iterator, *arguments, factor, norms)
                 return result, result.durations.numpy()
 
         rounds = self._rounds
         if not (rounds and rounds.seconds):
-            return OwnSteps.of([call(0, steps, state.loss_scale)])
-        scales = [state.loss_scale]
+            return OwnSteps.of([call(0, steps, state.loss_scale, state.step)])
+        scales, (seconds, most) = [state.loss_scale], rounds.limits(steps)
 
-        def call_next(done: int, steps: int) -> tuple[StepsResult, np.ndarray]:
-            result, durations = call(done, steps, scales[-1])
+        def call_next(done: int, count: int) -> tuple[StepsResult, np.ndarray]:
+            # The run's step at that time, by which the learning rate goes, if all keep their speed.
+            result, durations = call(done, count, scales[-1], state.step + done * steps // most)
             scales.append(result.loss_scale)
             # Workers wait for each other until the slowest has compiled the step.
-            what, patient = f"the steps after {state.step + done + steps}", rounds.is_first
-            context.watchdog.progress(what, patient=patient)
+            context.watchdog.progress(f"a round after step {state.step}", patient=rounds.is_first)
             return result, durations
 
-        return OwnSteps.of(run_for(rounds.seconds, steps, call_next, lambda: context.preemption.received))
+        return OwnSteps.of(run_for(seconds, most, call_next, lambda: context.preemption.received))
 
     def _weights(self) -> dict[str, np.ndarray]:
         """The trainable weights by path, from this worker's first replica."""

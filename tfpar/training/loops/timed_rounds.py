@@ -14,6 +14,9 @@ import numpy as np
 
 # A round consists of calls; each takes about one eighth of it, and the time left is checked between calls.
 _PART = 8
+# Factor on the expected time until a stop. Steps do not take the same time in every round: without it, a worker that is
+# a little slower would often miss its last step, and a further round would have to make up for it.
+_LENIENCE = 1.25
 
 Call = tuple[StepsResult, np.ndarray]
 
@@ -47,6 +50,26 @@ class OwnSteps:
         ]
         durations = np.concatenate([durations for _, durations in calls])
         return cls(Interval(losses, counts, finite, metrics), loss_counts, durations, results[-1])
+
+
+def limits(steps: int, rates: np.ndarray) -> tuple[np.ndarray, float]:
+    """Divides the steps until a stop among the workers, so that all arrive at it at about the same time.
+
+    Args:
+      steps: Steps of the run until the stop, each of which stands for one step of every worker.
+      rates: Float64 `[workers]`: steps per second of each worker.
+
+    Returns:
+      The most steps of each worker, int64 `[workers]`, at least one each and together `steps` of every worker; and the
+      seconds after which none of them should begin another.
+    """
+    total, shares = steps * len(rates), steps * len(rates) * rates / rates.sum()
+    most = np.maximum(np.floor(shares), 1.0).astype(np.int64)
+    while most.sum() < total:
+        most[np.argmin((most + 1) / rates)] += 1
+    while most.sum() > total:
+        most[np.argmax(np.where(most > 1, most / rates, 0.0))] -= 1
+    return most, _LENIENCE * float((most / rates).max())
 
 
 def run_for(
