@@ -39,6 +39,16 @@ class Traffic:
     dense_bytes: int
     model_axis_bytes: int = 0
 
+    def with_sum(self, elements: int, replicas: int) -> Traffic:
+        """The bytes of this exchange, and of a sum over all replicas of so many float32 elements, sent dense."""
+        further = dense_traffic(elements, replicas, 0)
+        return dataclasses.replace(
+            self,
+            payload_bytes=self.payload_bytes + further.payload_bytes,
+            wire_bytes=self.wire_bytes + further.wire_bytes,
+            dense_bytes=self.dense_bytes + further.dense_bytes,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class GatheredWeights:

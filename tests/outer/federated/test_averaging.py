@@ -12,6 +12,7 @@ from tfpar.outer.federated.evaluation import FederatedEvaluator
 from tfpar.outer.federated.sampling import local_order
 from tfpar.outer.federated.step import ClientMemory
 from tfpar.outer.federated.trainer import reads_whole_batches
+from tfpar.training.sidecar import Sidecar
 
 import keras
 import numpy as np
@@ -235,6 +236,16 @@ def test_a_round_that_is_not_applied_leaves_the_control_variates_as_they_are(mon
     assert (summary["skipped_steps"], summary["federated"]["clients_trained"]) == (1, 2)
     for variable in made[0].variables:
         np.testing.assert_array_equal(np.asarray(variable), 0.0)
+
+
+def test_what_replicas_send_for_the_state_of_clients_is_counted():
+    """The rows of four clients are summed: control variates, and the residuals of the kernels."""
+    codec = {"update_codec": "int8:min_elements=20", "stateful_clients": True}
+    trainer = trainer_of(strategy="mirrored", devices=2, rounds=1, local_epochs=1, averaging="scaffold", **codec)
+    sent = trainer.fit(*examples())["exchange"]["wire_bytes_per_step"]
+    kernels, biases = 12 * 16 + 16 * 5, 16 + 5
+    movement = kernels + biases + Sidecar.of_core(trainer.program.core, 2).length
+    assert sent == 4 * (movement + PER_ROUND * (kernels + biases + kernels))
 
 
 def test_yogi_is_saved_and_loaded():

@@ -87,6 +87,14 @@ class ClientMemory:
         """Variables that a checkpoint must contain: those that are not empty."""
         return [each for each in (self.server, *self.tables) if 0 not in each.shape]
 
+    def summed_elements(self, slots: int) -> int:
+        """Returns the number of elements that replicas sum in a round, in which `store` takes rows of all of them.
+
+        Args:
+          slots: Number of slots for clients of all replicas, S.
+        """
+        return slots * sum(self._sizes)
+
     # In a replica context.
 
     def read(self, client: tf.Tensor) -> tuple[tf.Tensor, Kept]:

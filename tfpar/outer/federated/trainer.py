@@ -136,9 +136,11 @@ class FederatedTrainer:
         check_evaluated(self._options, validation is not None)
         source, validation = self._sources(train, y, validation)
         population = Population.of(source, self.config)
-        program = self._program_for(population)
+        fill, replicas = reads_whole_batches(self.program), self.topology.replicas
+        elements = RoundElements.of(population, replicas, self._options.rounds, fill=fill)
+        program = self._program_for(elements)
         evaluator = FederatedEvaluator(program, population)
-        made = self._made_source(population, program)
+        made = self._made_source(elements)
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         with (
             workdir_lock.lock_workdir(workdir),
@@ -192,9 +194,9 @@ class FederatedTrainer:
         )
         return ClientRound(local, self.encoding(), options.client_clip, options.averaging == "scaffold")
 
-    def _program_for(self, population: Population) -> Program:
-        """Returns the program whose steps are rounds of this population."""
-        program, options = self.program, self._options
+    def _program_for(self, rounds: RoundElements) -> Program:
+        """Returns the program whose steps are these rounds."""
+        program, options, population = self.program, self._options, rounds.population
         clients = self.client_round()
         elements = sum(math.prod(weight.shape) for weight in program.model.trainable_variables)
         memory = ClientMemory(
@@ -210,6 +212,7 @@ class FederatedTrainer:
             {"clients": memory.variables} if memory.variables else {},
             lambda step: _recorded(population, traffic, step),
             lambda step: _summarized(population, traffic, step),
+            memory.summed_elements(rounds.slots * rounds.replicas),
         )
         return dataclasses.replace(program, own=own, _steps=[])
 
@@ -222,12 +225,9 @@ class FederatedTrainer:
         variate = weights if population.options.averaging == "scaffold" else 0
         return encoding.payload_bytes + state + _COUNT_BYTES, weights + state + variate
 
-    def _made_source(self, population: Population, program: Program) -> inputs.MadeSource:
+    def _made_source(self, elements: RoundElements) -> inputs.MadeSource:
         """Returns the rounds as a source for the training loops."""
-        options = self._options
-        elements = RoundElements.of(
-            population, self.topology.replicas, options.rounds, fill=reads_whole_batches(program)
-        )
+        options, population = self._options, elements.population
         examples = sum(map(len, population.parts))
         per_client = max(1.0, examples / population.clients * options.local_epochs)
         text = population.describe()

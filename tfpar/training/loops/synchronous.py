@@ -70,6 +70,7 @@ class SynchronousLoop:
         else:
             replicas = program.topology.replicas
             exchanged = program.exchange.traffic(replicas, self._step.sidecar.length)
+            exchanged = exchanged.with_sum(program.own.summed_elements, replicas)
             between = program.placing.gathered(program.model, program.config).added(exchanged, replicas)
         return dataclasses.replace(between, model_axis_bytes=program.placing.model_axis_bytes)
 
