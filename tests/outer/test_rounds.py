@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tfpar
 from tests.training.harness import strategy_of
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
@@ -180,3 +181,11 @@ def test_the_defaults_of_outer_optimizers():
     assert (OuterConfig(local_steps=2).learning_rate, OuterConfig(local_steps=2).momentum) == (0.7, 0.9)
     with pytest.raises(ConfigError, match=r"--outer_momentum=-0\.5 is negative"):
         OuterConfig(outer_momentum=-0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_fragments": 2}])
+def test_a_model_that_was_built_before_the_strategy_takes_local_steps(options):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    common = {"strategy": "one_device", "global_batch_size": 8, "jit_compile": False, "verbose": 0, "local_steps": 2}
+    x = np.ones([16, 2], np.float32)
+    assert tfpar.Trainer(model, "sgd", "mse", **common, **options).fit(x, x[:, :1], steps=4)["rounds"] == 2

@@ -34,7 +34,8 @@ class Parts:
       peers: The workers that hold a replica between them, with consecutive ranks; None if each worker has whole ones.
       counts_whole: Whether this worker counts the weights that are not divided, as one of those that divide the same
         layers does.
-      own_variables: Whether workers create different variables, because they have different stages of a pipeline.
+      own_variables: Whether variables are not created under the strategy: workers have different stages of a pipeline,
+        or the model itself was built outside it.
     """
 
     programs: int = 1

@@ -13,6 +13,7 @@ from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.adapting import frozen_weights
+from tfpar.training.model.building import is_usable_as_it_is
 from tfpar.training.sidecar import Sidecar
 
 import keras
@@ -61,7 +62,7 @@ def build_rounds(
         programs=len(strategy.extended.worker_devices) // topology.local_replicas,
         peers=ReplicaPeers.of_replica(topology, "a round of local steps"),
         counts_whole=topology.model_part == 0,
-        own_variables=topology.pipeline_spans_workers,
+        own_variables=topology.pipeline_spans_workers or is_usable_as_it_is(model, strategy),
     )
     if isinstance(exchange, FragmentExchange):
         return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
