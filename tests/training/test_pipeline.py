@@ -351,6 +351,30 @@ def test_cuts_by_weights():
     assert cut_evenly([1, 9, 5, 5], crossing.__getitem__, 2, [{0: 30}, {}, {}, {1: 30}]) == [2]
 
 
+class Counted(dict):
+    """Sizes of weights, which count how often they are read."""
+
+    reads = 0
+
+    def items(self):
+        Counted.reads += 1
+        return super().items()
+
+
+def test_cuts_of_many_layers_read_each_a_few_times():
+    """Not for each pair of layers, which takes seconds with some hundreds of them."""
+    layers, asked = 200, []
+
+    def crossing(step: int) -> int:
+        asked.append(step)
+        return 5
+
+    Counted.reads = 0
+    sizes = [Counted({step: 10, layers: 40}) if step in (0, layers - 1) else Counted({step: 10}) for step in range(200)]
+    assert cut_evenly([1] * layers, crossing, 4, sizes) == [49, 100, 151]
+    assert max(Counted.reads, len(asked)) <= 4 * layers
+
+
 def test_micro_batches_in_flight():
     """As many as it takes to come back, with 1F1B; the last stage turns round at once."""
     assert [micro_batches_in_flight(stage, 4, 4, "1f1b") for stage in range(4)] == [4, 3, 2, 1]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfpar.config import ConfigError
+
+import numpy as np
 
 # A stage may cost this many times the most expensive stage of the best cut, if fewer elements then cross.
 _SLACK = 1.1
@@ -36,73 +40,113 @@ def cut_evenly(
     Returns:
       The number of the first step of each stage except the first; None if there are fewer places for cuts.
     """
-    total = [0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = [0, *itertools.accumulate(costs)]
     places = [place for place in range(1, len(costs)) if crossing(place) >= 0 and 0 < total[place] < total[-1]]
     if len(places) < stages - 1:
         return None
-    ends = [*places, len(costs)]
-    limits: list[tuple[Callable[[int, int], float], float]] = []
-
-    def fits(start: int, end: int) -> bool:
-        return all(measure(start, end) <= limit for measure, limit in limits)
-
-    def cost_of(start: int, end: int) -> float:
-        return total[end] - total[start]
-
-    measures = [(cost_of, _SLACK)] if weights is None else [(_size_of(weights), _SIZE_SLACK), (cost_of, _SLACK)]
+    bounds = [0, *places, len(costs)]
+    limits: list[tuple[_Measure, float]] = []
+    cost_of = functools.partial(_costs, [total[bound] for bound in bounds])
+    measures: list[tuple[_Measure, float]] = [(cost_of, _SLACK)]
+    if weights is not None:
+        measures.insert(0, (functools.partial(_sizes, bounds, weights), _SIZE_SLACK))
     for measure, slack in measures:
-
-        def largest(start: int, end: int, before: float, measure: Callable[[int, int], float] = measure) -> float:
-            return max(before, measure(start, end)) if fits(start, end) else math.inf
-
-        bound = _best(ends, stages, largest)
-        assert bound is not None
-        limits.append((measure, slack * bound[0]))
-
-    def moved(start: int, end: int, before: float) -> float:
-        uneven = (cost_of(start, end) / total[-1]) ** 2  # less than one element: breaks ties by evenness
-        return before + uneven + (crossing(end) if end < len(costs) else 0) if fits(start, end) else math.inf
-
-    best = _best(ends, stages, moved)
-    assert best is not None
-    return best[1]
+        limits.append((measure, slack * _least_largest(measure, limits, stages, len(bounds))))
+    crossed = [0, *map(crossing, places), 0]
+    return [bounds[place] for place in _least_moved(cost_of, limits, stages, crossed, total[-1])]
 
 
-def _size_of(weights: Sequence[Mapping[int, int]]) -> Callable[[int, int], float]:
-    """Returns a function `(start, end) -> size` of the weights of these steps, each weight counted once."""
-
-    @functools.cache
-    def size(start: int, end: int) -> float:
-        return sum({key: size for step in weights[start:end] for key, size in step.items()}.values())
-
-    return size
+# Returns, for each bound but the first, what the stages that end there measure, by the bound at which they begin.
+_Measure = Callable[[], Iterator[np.ndarray]]
 
 
-def _best(
-    ends: Sequence[int], stages: int, combine: Callable[[int, int, float], float]
-) -> tuple[float, list[int]] | None:
-    """Returns the cut with the least value, by dynamic programming over the ends of stages.
+def _costs(total: Sequence[int]) -> Iterator[np.ndarray]:
+    """A `_Measure`: the costs of stages, from the costs of all steps before each bound."""
+    before = np.array(total, np.float64)
+    for end in range(1, len(before)):
+        yield before[end] - before[:end]
+
+
+def _sizes(bounds: Sequence[int], weights: Sequence[Mapping[int, int]]) -> Iterator[np.ndarray]:
+    """A `_Measure`: the sizes of the weights of stages, each weight counted once."""
+    sizes = np.zeros(len(bounds))
+    last: dict[int, int] = {}  # for each weight, the last step so far that has it
+    for end in range(1, len(bounds)):
+        for step in range(bounds[end - 1], bounds[end]):
+            for key, size in weights[step].items():
+                # Stages that begin before the last step with the weight have it already.
+                sizes[bisect.bisect_right(bounds, last.get(key, -1)) : end] += size
+                last[key] = step
+        yield sizes[:end].copy()
+
+
+def _fitting(limits: Sequence[tuple[_Measure, float]], bounds: int) -> Iterator[np.ndarray]:
+    """For each bound but the first, whether a stage that ends there is within all limits, by the bound at which it
+    begins."""
+    measured = [measure() for measure, _ in limits]
+    for end in range(1, bounds):
+        fits = np.ones(end, bool)
+        for values, (_, limit) in zip(measured, limits, strict=True):
+            fits &= next(values) <= limit
+        yield fits
+
+
+def _least_largest(measure: _Measure, limits: Sequence[tuple[_Measure, float]], stages: int, bounds: int) -> float:
+    """Returns the measure of the largest stage of the cut for which it is least, by dynamic programming.
 
     Args:
-      ends: The steps at which stages may end; the last stage ends at the last of them.
+      measure: The measure of a stage.
+      limits: Other measures, and what they may be at most.
       stages: Number of stages.
-      combine: `(start, end, value of the earlier stages) -> value` of a stage and the earlier ones together.
+      bounds: Number of places at which stages may begin or end, with the beginning and the end.
     """
-    reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for stage in range(stages):
-        is_last = stage == stages - 1
-        following: dict[int, tuple[float, list[int]]] = {}
-        for end in ends[-1:] if is_last else ends[:-1]:
-            tried = [
-                (combine(start, end, value), [*cuts, end]) for start, (value, cuts) in reached.items() if start < end
-            ]
-            if tried:
-                following[end] = min(tried)
-        reached = following
-    value, cuts = reached.get(ends[-1], (math.inf, []))
-    return (value, cuts[:-1]) if cuts else None
+    largest = np.full((stages + 1, bounds), np.inf)  # of so many stages, the last of which ends at a bound
+    largest[0, 0] = 0.0
+    for end, (own, fits) in enumerate(zip(measure(), _fitting(limits, bounds), strict=True), 1):
+        tried = np.where(fits, np.maximum(largest[:-1, :end], own), np.inf)
+        largest[1:, end] = tried.min(axis=1)
+    return float(largest[-1, -1])
+
+
+def _least_moved(
+    cost_of: _Measure,
+    limits: Sequence[tuple[_Measure, float]],
+    stages: int,
+    crossed: Sequence[float],
+    total: float,
+) -> list[int]:
+    """Returns the cut that the fewest elements cross, by dynamic programming: of equal cuts the most even one, and of
+    these the one whose stages end first.
+
+    Args:
+      cost_of: The costs of stages.
+      limits: Measures of a stage, and what they may be at most.
+      stages: Number of stages.
+      crossed: For each bound, the elements that cross it.
+      total: The cost of all steps.
+
+    Returns:
+      The numbers of the bounds between stages.
+    """
+    moved = np.full((stages + 1, len(crossed)), np.inf)
+    moved[0, 0] = 0.0
+    begins = np.zeros(moved.shape, np.int64)
+
+    def cut(count: int, end: int) -> list[int]:
+        """The bounds of the first stages, the last of which ends at a bound."""
+        return [*cut(count - 1, int(begins[count, end])), end] if count else []
+
+    for end, (costs, fits) in enumerate(zip(cost_of(), _fitting(limits, len(crossed)), strict=True), 1):
+        # Less than one element: breaks ties by evenness. NumPy's squares differ from Python's in the last bit, which
+        # would choose others of equal cuts than in runs that are resumed.
+        shares = zip((costs / total).tolist(), fits, strict=True)
+        uneven = np.array([share**2 if fit else math.inf for share, fit in shares])
+        tried = moved[:-1, :end] + uneven + crossed[end]
+        moved[1:, end] = tried.min(axis=1)
+        for count in np.flatnonzero(np.isfinite(moved[1:, end])).tolist():
+            equal = np.flatnonzero(tried[count] == moved[count + 1, end]).tolist()
+            begins[count + 1, end] = equal[0] if len(equal) == 1 else min(equal, key=functools.partial(cut, count))
+    return cut(stages, len(crossed) - 1)[:-1]
 
 
 def parse_beginnings(patterns: str, stages: int) -> list[re.Pattern[str]]:
