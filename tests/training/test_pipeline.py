@@ -86,6 +86,37 @@ def test_a_later_pass_waits_until_the_gradients_before_it_are_added(monkeypatch)
     assert first_sum in ancestors(second_gradient)
 
 
+class TracedError(Exception):
+    """Ends a trace that is not to be run."""
+
+
+def source_of(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that identities hand on."""
+    while tensor.op.type in ("Identity", "IdentityN"):
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor
+
+
+def test_gradients_are_computed_and_added_where_their_weights_are(monkeypatch):
+    """Also that of the table, which is the head of the last stage, too."""
+    added, found = PipelineCore.added, {}
+
+    def recorded(core, total, sums):
+        result = added(core, total, sums)
+        for variable, gradient, own in zip(
+            core.model.trainable_variables, sums.gradients, result.gradients, strict=True
+        ):
+            devices = {each.device[-1] for each in (source_of(gradient), gradient, own)}
+            found[variable.path] = place_of(variable), devices
+        raise TracedError
+
+    monkeypatch.setattr(PipelineCore, "added", recorded)
+    with pytest.raises(TracedError):
+        divided.here("mirrored", "pipeline:3", model="language_model", steps=1, accumulate_steps=2)
+    assert {place for place, _ in found.values()} == {0, 1, 2}
+    assert found == {path: (place, {str(place)}) for path, (place, _) in found.items()}
+
+
 def test_stages_without_anything_to_train():
     """Nothing before them learns, so they have no backward pass."""
     options = {"trainable": "/(fourth|last)/", "accumulate_steps": 2, "steps": 6}

@@ -128,7 +128,7 @@ class Core:
             gradients[place] = tf.zeros_like(value)
         if divisor is not None:
             gradients = self.each(gradients, lambda gradient: gradient * divisor)
-        gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        gradients = self.each(gradients, lambda gradient: tf.cast(gradient, tf.float32))
         metrics = [*sums.metrics, *_of_examples(record.float_sums, sums.count)]
         return LocalSums(sums.loss, sums.count, gradients, sums.state, metrics, record.assigned, overwritten)
 
@@ -138,7 +138,11 @@ class Core:
         sources = [*forward.params, *leaves]
         found = forward.tape.gradient(forward.scaled, sources)
         places = [*range(len(forward.params)), *(place for place, _ in forward.record.leaves)]
-        return self.unreached.dense(forward.params, places, found)
+        return self.unreached.dense(forward.params, places, found, devices=self.devices_of_weights())
+
+    def devices_of_weights(self) -> Sequence[str]:
+        """The names of the devices of the trainable weights; empty if all are on one."""
+        return ()
 
     def accumulate(
         self,

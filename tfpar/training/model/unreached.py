@@ -6,8 +6,10 @@ is: it would decay.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.process.listing import listed
@@ -32,6 +34,7 @@ class Unreached:
         places: Iterable[int],
         found: Iterable[tf.Tensor | tf.IndexedSlices | None],
         elsewhere: Iterable[int] = (),
+        devices: Sequence[str] = (),
     ) -> list[tf.Tensor]:
         """Adds up the gradients that a tape found, zeros for weights without one, and notes which are reached.
 
@@ -40,14 +43,24 @@ class Unreached:
           places: For each gradient the index of its weight.
           found: The gradients.
           elsewhere: Weights that gradients of other workers may reach.
+          devices: If not all weights are on one device, the name of each weight's. The gradients are then there, too.
         """
+
+        def beside(place: int) -> contextlib.AbstractContextManager[Any]:
+            return tf.device(devices[place]) if devices else contextlib.nullcontext()
+
         total: dict[int, tf.Tensor] = {}
         for place, gradient in zip(places, found, strict=True):
             if gradient is not None:
-                dense = tf.convert_to_tensor(gradient)
-                total[place] = total[place] + dense if place in total else dense
+                with beside(place):
+                    dense = tf.identity(gradient) if devices else tf.convert_to_tensor(gradient)
+                    total[place] = total[place] + dense if place in total else dense
         self._reached = {*(self._reached or ()), *total, *elsewhere}  # those of any trace count
-        return [total[place] if place in total else tf.zeros_like(weight) for place, weight in enumerate(weights)]
+        for place, weight in enumerate(weights):
+            if place not in total:
+                with beside(place):
+                    total[place] = tf.zeros_like(weight)
+        return [total[place] for place in range(len(weights))]
 
     def indices(self, weights: Sequence[keras.Variable]) -> list[int]:
         """The indices of the weights that are not reached. Names them in the log, once.

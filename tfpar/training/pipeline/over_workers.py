@@ -126,7 +126,8 @@ class OverWorkersCore(PipelineCore):
         elsewhere = [
             place for place, variable in enumerate(self.model.trainable_variables) if not _is_only_here(variable)
         ]
-        return self.unreached.dense(forward.params, range(count), found[:count], elsewhere)
+        devices = self.devices_of_weights()
+        return self.unreached.dense(forward.params, range(count), found[:count], elsewhere, devices)
 
     def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
         """See `Core`. The worker with the outputs counts the examples."""

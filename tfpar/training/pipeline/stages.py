@@ -271,31 +271,34 @@ class Pipeline:
             if in_turn:
                 self._check_order(program.stage, graph.get_operations()[before:])
 
-            def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
                 with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._on_devices(program.stage):
                     found = passes.backward(given, kept, upstream)
                     own = zip(found, watched, strict=True)
                     # Of what other workers sent, they wait for a gradient.
-                    gradients = [
-                        tf.zeros_like(tensor) if each is None and trace.messages else each for each, tensor in own
-                    ]
+                    zeros = [tf.zeros_like(tensor) if each is None and trace.messages else each for each, tensor in own]
+                    # Also those of tables are dense here, beside the weights.
+                    gradients = [each if each is None else tf.convert_to_tensor(each) for each in zeros]
                     done.append(tf.group(*(each for each in gradients if each is not None)))
+                    gradients = self._not_differentiable(watched, gradients)
                 if trace.messages:
                     trace.messages.ends(BACKWARD, program.stage, done[-1])
-                return self._not_differentiable(watched, gradients)
+                return gradients
 
             return [result for result in every if result.dtype.is_floating], backward
 
         found = iter(stage(*(tensors[place] for place in learning)))
         return [next(found) if result.dtype.is_floating else result for result in every]
 
-    def _not_differentiable(self, sources: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _not_differentiable(
+        self, sources: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor | None]
+    ) -> list[tf.Tensor | None]:
         """The gradients, which refuse to be differentiated: a tape around a gradient would see nothing of the stage,
         and take second derivatives for zero.
 
         Args:
-          sources: What they are gradients of.
-          gradients: The gradients.
+          sources: What they are gradients of, on the device on which operations are traced.
+          gradients: The gradients, also there; None without one.
 
         Raises:
           ConfigError: Later, if a tape differentiates the result.
@@ -311,11 +314,8 @@ class Pipeline:
 
             return [tf.identity(tensor) for tensor in tensors[len(sources) :]], refuse
 
-        dense = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.Tensor)]
-        found = list(gradients)  # the others are rows of tables
-        for place, gradient in zip(dense, final(*sources, *(gradients[place] for place in dense)), strict=True):
-            found[place] = gradient
-        return found
+        found = iter(final(*sources, *(gradient for gradient in gradients if gradient is not None)))
+        return [gradient if gradient is None else next(found) for gradient in gradients]
 
 
 def _in_pass(trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar.parallel.pipeline.devices import beside, call_beside
+from tfpar.parallel.pipeline.devices import beside, call_beside, place_of
 from tfpar.training.core import Core
 from tfpar.training.norms import squared_norm, sum_of_scalars
-from tfpar.training.objective import LocalSums, Tensors
+from tfpar.training.objective import Forward, LocalSums, Tensors
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
@@ -32,6 +33,21 @@ class PipelineCore(Core):
         with tf.device(trace.devices[-1]):
             return super().loss_and_grads(*args, **kwargs)
 
+    def backward(self, forward: Forward) -> LocalSums:
+        """See `Core`. Gradients of a weight of several stages are added on the device of the first, which has it."""
+        trace = current_trace()
+        if trace is None:
+            return super().backward(forward)
+        with _sums_beside_last(trace.devices[-1]):
+            return super().backward(forward)
+
+    def devices_of_weights(self) -> Sequence[str]:
+        """See `Core`."""
+        trace = current_trace()
+        if trace is None or len(trace.devices) == 1:
+            return ()
+        return [trace.devices[place_of(variable) or 0] for variable in self.model.trainable_variables]
+
     def each(self, tensors: Tensors, function: Callable[[tf.Tensor], tf.Tensor]) -> Tensors:
         """See `Core`."""
         return [call_beside(function, tensor) for tensor in tensors]
@@ -45,6 +61,18 @@ class PipelineCore(Core):
             trace.complete_backward_with(gradients, self.model.trainable_variables)
         others = (each._replace(gradients=[]) for each in (total, sums))
         return super().added(*others)._replace(gradients=gradients)
+
+
+def _sums_beside_last(device: str) -> contextlib.AbstractContextManager[Any]:
+    """In this context the operations of a backward pass are on a device, unless they have one; but a sum of gradients
+    is on the device of the last one, which is of the earliest stage that reads the tensor."""
+
+    def device_of(operation: tf.Operation) -> str:
+        beside_last = operation.inputs[-1].device if operation.type == "AddN" else ""
+        return operation.device or beside_last or device
+
+    # `tf.device` takes no functions.
+    return tf.compat.v1.get_default_graph().device(device_of)
 
 
 class PipelineStep(TrainStep):
