@@ -103,8 +103,9 @@ def test_weights_of_both_stages_masks_and_shortcuts_cross_workers(tmp_path):
 
 def test_layers_of_both_stages_are_as_on_one_device(tmp_path):
     """Penalties of their weights count once, and of a weight that a worker does not have, nothing. A dropout goes on to
-    draw where its calls on the other worker have ended."""
-    cases = [{"model": model, "steps": 6, "accumulate_steps": 2} for model in ("penalized", "dropouts")]
+    draw where its calls on the other worker have ended. Weights that the loss does not reach do not decay."""
+    models = {"penalized": {}, "dropouts": {}, "unread": {"optimizer": "adamw"}}
+    cases = [{"model": model, "steps": 6, "accumulate_steps": 2, **options} for model, options in models.items()]
     results = on_workers(2, tmp_path / "out", *({"mesh": "data:1,pipeline:2", **case} for case in cases))
     for found, case in zip(results, cases, strict=True):
         weights, evaluation, _ = alone(**case)

@@ -82,6 +82,8 @@ def made(model: str, options: dict[str, Any], runtime: tfpar.Runtime | None) -> 
     if model == "ignoring":  # the losses are divided by different numbers
         loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1), "size": "mse"}
         metrics = {}
+    if model == "unread":
+        loss, metrics = {"kind": loss, "size": None}, {}
     if model == "overflowing":
         loss, metrics = "mae", []
     if model == "own_mask":

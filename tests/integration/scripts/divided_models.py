@@ -224,6 +224,25 @@ def shared_layer() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3)(shared(x)))
 
 
+class Spare(keras.layers.Dense):
+    """Has a weight that its output does not depend on."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.spare = self.add_weight(shape=(64, 64), initializer="ones", name="spare")
+
+
+def unread() -> keras.Model:
+    """The first stage has weights that the loss does not reach: a spare one, and those of an output that it does not
+    read."""
+    x = early = Spare(64, "tanh")(inputs := keras.Input((12,)))
+    size = keras.layers.Dense(1, name="size")(early)
+    x = keras.layers.Concatenate()([x, keras.ops.stop_gradient(size)])
+    for _ in range(2):
+        x = keras.layers.Dense(64, "tanh")(x)
+    return keras.Model(inputs, {"kind": keras.layers.Dense(3, name="kind")(x), "size": size})
+
+
 def penalized() -> keras.Model:
     """Penalties of weights: of a layer on two stages, and one that is no sum over elements."""
     regularizers = keras.regularizers
@@ -284,6 +303,7 @@ MODELS = {
     "constrained": constrained,
     "shared_layer": shared_layer,
     "shared_in_pairs": shared_in_pairs,
+    "unread": unread,
     "penalized": penalized,
     "dropouts": dropouts,
     "batch_statistics": batch_statistics,
@@ -333,6 +353,8 @@ def data(model: str) -> tuple[Any, Any]:
         x[40] = 1e7
     if model == "overflowing":
         return x, np.where(np.arange(EXAMPLES)[:, None] // 6 == 10, np.float32(3e38), x[:, :1])
+    if model == "unread":
+        return x, {"kind": kinds, "size": x[:, :1]}
     if model in ("branches", "ignoring"):
         return {"first": x, "second": x[::-1].copy()}, {"kind": kinds, "size": x[:, :1]}
     return x, kinds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tfpar
-from tests.training.trainers import source, trainer_of
+from tests.training.trainers import SPARSE, source, trainer_of
 from tfpar.config import ConfigError
 from tfpar.parallel.split import whole
 
@@ -27,6 +27,14 @@ def model() -> keras.Model:
     return keras.Sequential(
         [keras.Input((6,)), Spare(64, activation="relu"), keras.layers.Dense(32), keras.layers.Dense(3)]
     )
+
+
+def with_unread_head() -> keras.Model:
+    """The loss reads one of two outputs, which the last of two stages makes."""
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(64, activation="relu", name="body")(keras.layers.Dense(64, activation="relu")(inputs))
+    outputs = {"kind": keras.layers.Dense(3, name="kind")(x), "unread": keras.layers.Dense(3, name="unread")(x)}
+    return keras.Model(inputs, outputs)
 
 
 def by_name(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
@@ -68,6 +76,29 @@ def test_it_stays_as_it_is(optimizer, layout, messages):
     assert (after["kernel"] != before["kernel"]).any()
     [line] = [line for line in messages if "Gradients do not exist for variables" in line]
     assert "sequential/spare/spare when" in line
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"strategy": "mirrored", "mesh": "pipeline:2", "stages": "body", "accumulate_steps": 2},
+        pytest.param({**TWO, "jit_segments": 2, "jit_compile": True}, marks=pytest.mark.proof),
+    ],
+)
+def test_so_do_those_of_an_output_that_the_loss_does_not_read(layout, messages):
+    keras.utils.set_random_seed(1)
+    optimizer, loss = keras.optimizers.AdamW(0.01, weight_decay=0.5), {"kind": SPARSE, "unread": None}
+    options = {"global_batch_size": 8, "jit_compile": False, **layout}
+    trainer = tfpar.Trainer(with_unread_head, optimizer, loss, **options)
+    before = {variable.path: whole(variable) for variable in trainer.model.trainable_variables}
+    x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
+    labels = np.arange(16) % 3
+    trainer.fit(x, {"kind": labels, "unread": labels}, steps=2)
+    after = {variable.path: whole(variable) for variable in trainer.model.trainable_variables}
+    same = [path for path, value in after.items() if np.array_equal(value, before[path])]
+    assert same == ["unread/kernel", "unread/bias"]
+    [line] = [line for line in messages if "Gradients do not exist for variables" in line]
+    assert "unread/kernel, unread/bias when" in line
 
 
 def test_a_loss_of_no_weight_is_refused():

@@ -26,6 +26,7 @@ class Unreached:
 
     def __init__(self) -> None:
         self._reached: set[int] | None = None  # None before a trace
+        self._confirmed: set[int] | None = None  # None if all that have gradients are reached
         self._told = False
 
     def dense(
@@ -62,6 +63,15 @@ class Unreached:
                     total[place] = tf.zeros_like(weight)
         return [total[place] for place in range(len(weights))]
 
+    def confirm(self, reached: Iterable[int]) -> None:
+        """Counts only these weights as reached. The gradients of others may be zeros: a program with several results
+        gets zeros for those that the loss does not read.
+
+        Args:
+          reached: The indices of the weights that a gradient reaches in a trace of the whole model.
+        """
+        self._confirmed = {*(self._confirmed or ()), *reached}
+
     def indices(self, weights: Sequence[keras.Variable]) -> list[int]:
         """The indices of the weights that are not reached. Names them in the log, once.
 
@@ -73,8 +83,9 @@ class Unreached:
         """
         if self._reached is None:
             return []
-        found = [index for index in range(len(weights)) if index not in self._reached]
-        if found and not self._reached:
+        reached = self._reached if self._confirmed is None else self._reached & self._confirmed
+        found = [index for index in range(len(weights)) if index not in reached]
+        if found and not reached:
             raise ConfigError(
                 "the loss depends on no trainable weight of the model, so there is nothing to learn. Compute it from "
                 "the model's outputs, with operations that have gradients (not argmax, round or .numpy())."

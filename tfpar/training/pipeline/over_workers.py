@@ -21,7 +21,7 @@ from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, T
 from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.shared_weights import sum_of_holders
 from tfpar.training.pipeline.specs import as_if_here, zeros_like
-from tfpar.training.pipeline.stages import Pipeline, current_trace
+from tfpar.training.pipeline.stages import Pipeline, Trace, current_trace
 from tfpar.training.pipeline.step import PipelineCore, PipelineStep
 from tfpar.training.seeds import fold_in
 from tfpar.training.tensor_parallel.step import DividedStep
@@ -174,6 +174,10 @@ class OverWorkersStep(PipelineStep):
 
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
         return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._worker.peers.size
+
+    def _may_have_zeros(self, trace: Trace) -> bool:
+        # Other workers send zeros back for outputs that the loss does not read.
+        return super()._may_have_zeros(trace) or len(self.core.model.outputs) > 1
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         # If they depend only on examples and masks, every worker can find them by itself: TensorFlow prunes everything

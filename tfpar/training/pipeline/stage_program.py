@@ -163,6 +163,11 @@ class StageProgram:
             self._check_captured(self._compiled[key].captured)
         return self._compiled[key] if self._compiled[key].can_run else taped
 
+    def places_of_values(self, results: int) -> list[int]:
+        """The places, among this number of results of a call, of values and losses; updates of state are others."""
+        values = len(self.stage.made) + sum(self._masks_made)
+        return [*range(values), *range(values + len(self._updated), results)]
+
     def unpacked(self, results: Sequence[tf.Tensor], scope: keras.StatelessScope) -> Values:
         """The values of `stage.made`; the stage's other results are recorded in the scope."""
         rest = iter(results)

@@ -48,6 +48,8 @@ class Trace:
         call, such as `training`: it may be called several times.
       messages: Messages to and from the other workers of the pipeline, if there are any.
       has_outputs: Whether the model's outputs are computed here.
+      pending: For each call of a stage with several results that the loss may read, the places of those from which no
+        gradient has come yet, and their number.
       places_of_sums: If something else is summed over micro-batches than the gradients of variables, its places.
     """
 
@@ -57,7 +59,13 @@ class Trace:
     programs: dict[tuple[Any, ...], StageProgram] = dataclasses.field(default_factory=dict)
     messages: Messages | None = None
     has_outputs: bool = True
+    pending: list[tuple[set[int], int]] = dataclasses.field(default_factory=list)
     places_of_sums: Sequence[int] | None = None
+
+    @property
+    def has_unread_results(self) -> bool:
+        """Whether the loss reads some results of a stage and not others, whose weights have zeros as gradients."""
+        return any(0 < len(pending) < count for pending, count in self.pending)
 
     def complete_backward_with(self, sums: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
         """Makes the backward passes that were traced last end only when their gradients are added to the sums.
@@ -204,6 +212,10 @@ class Pipeline:
     def _device(self, trace: Trace, stage: Stage) -> str:
         return trace.devices[stage.place % len(trace.devices)]
 
+    def _is_received(self, each: int) -> bool:
+        """Whether another worker sends a tensor of the graph to this one."""
+        return any(one.tensor == each and self.worker and one.target == self.worker.rank for one in self._crossings)
+
     def _check_order(self, stage: Stage, operations: Iterable[tf.Operation]) -> None:
         """Refuses operations that TensorFlow would keep in the order of the trace, which is not that of several chunks.
 
@@ -257,6 +269,7 @@ class Pipeline:
         passes = program.passes(tensors, recompute=self._recompute)
         graph = tf.compat.v1.get_default_graph()
         in_turn = trace.messages is not None and trace.messages.chunks > 1
+        received = {place for place, each in enumerate(program.stage.given) if self._is_received(each)}
 
         @tf.custom_gradient
         def stage(*watched: tf.Tensor) -> Any:
@@ -274,11 +287,11 @@ class Pipeline:
             def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
                 with _in_pass(trace, BACKWARD, program.stage), tf.device(device), self._on_devices(program.stage):
                     found = passes.backward(given, kept, upstream)
-                    own = zip(found, watched, strict=True)
-                    # Of what other workers sent, they wait for a gradient.
-                    zeros = [tf.zeros_like(tensor) if each is None and trace.messages else each for each, tensor in own]
+                    for number, place in enumerate(learning):
+                        if found[number] is None and place in received:  # the worker that sent it waits
+                            found[number] = tf.zeros_like(watched[number])
                     # Also those of tables are dense here, beside the weights.
-                    gradients = [each if each is None else tf.convert_to_tensor(each) for each in zeros]
+                    gradients = [each if each is None else tf.convert_to_tensor(each) for each in found]
                     done.append(tf.group(*(each for each in gradients if each is not None)))
                     gradients = self._not_differentiable(watched, gradients)
                 if trace.messages:
@@ -288,7 +301,8 @@ class Pipeline:
             return [result for result in every if result.dtype.is_floating], backward
 
         found = iter(stage(*(tensors[place] for place in learning)))
-        return [next(found) if result.dtype.is_floating else result for result in every]
+        results = [next(found) if result.dtype.is_floating else result for result in every]
+        return _noting_gradients(trace, results, program.places_of_values(len(results)))
 
     def _not_differentiable(
         self, sources: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor | None]
@@ -318,6 +332,28 @@ class Pipeline:
         return [gradient if gradient is None else next(found) for gradient in gradients]
 
 
+def _noting_gradients(trace: Trace, results: Sequence[tf.Tensor], places: Sequence[int]) -> list[tf.Tensor]:
+    """The results of a stage; the trace notes which of those at some places get a gradient. The stage cannot tell: the
+    tape gives it zeros for the others."""
+    pending = {place for place in places if results[place].dtype.is_floating}
+    if len(pending) < 2:
+        return list(results)
+    trace.pending.append((pending, len(pending)))
+
+    def noted(place: int) -> tf.Tensor:
+        @tf.custom_gradient
+        def same(tensor: tf.Tensor) -> Any:
+            def backward(upstream: tf.Tensor) -> tf.Tensor:
+                pending.discard(place)
+                return upstream
+
+            return tf.identity(tensor), backward
+
+        return same(results[place])
+
+    return [noted(place) if place in pending else result for place, result in enumerate(results)]
+
+
 def _in_pass(trace: Trace, kind: str, stage: Stage) -> contextlib.AbstractContextManager[None]:
     """In this context operations belong to a pass, if the pipeline spans several workers; see `Messages.in_pass`."""
     return trace.messages.in_pass(kind, stage) if trace.messages else contextlib.nullcontext()
@@ -338,6 +374,16 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+@contextlib.contextmanager
+def without_stages() -> Iterator[None]:
+    """In this context this thread calls models as a whole."""
+    before, _current.trace = _current.trace, None
+    try:
+        yield
+    finally:
+        _current.trace = before
 
 
 def current_trace() -> Trace | None:

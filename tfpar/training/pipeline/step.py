@@ -11,7 +11,8 @@ from tfpar.parallel.pipeline.devices import beside, call_beside, place_of
 from tfpar.training.core import Core
 from tfpar.training.norms import squared_norm, sum_of_scalars
 from tfpar.training.objective import Forward, LocalSums, Tensors
-from tfpar.training.pipeline.stages import Pipeline, current_trace
+from tfpar.training.pipeline.reached import confirm_reached
+from tfpar.training.pipeline.stages import Pipeline, Trace, current_trace
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
 
@@ -98,8 +99,15 @@ class PipelineStep(TrainStep):
             return super()._total_denominators(params, state, batch)
 
     def _contribution(self, *args: Any) -> Any:
-        with self._pipeline.on_own_replica():
-            return super()._contribution(*args)
+        with self._pipeline.on_own_replica() as trace:
+            found = super()._contribution(*args)
+        if self._may_have_zeros(trace):
+            confirm_reached(self.core, self._pipeline, *args)
+        return found
+
+    def _may_have_zeros(self, trace: Trace) -> bool:
+        """Whether gradients may be zeros of weights that the loss does not reach."""
+        return trace.has_unread_results
 
     def _pure_apply(self, *args: Any, **kwargs: Any) -> tuple[Tensors, Tensors]:
         return super()._pure_apply(*args, **kwargs, beside=beside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfpar.training.pipeline.reached import confirm_reached
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.step import TrainStep
 
@@ -28,5 +29,8 @@ class SegmentedStep(TrainStep):
             self._contribute = self._in_segments
 
     def _in_segments(self, *args: Any) -> Any:
-        with self._pipeline.on_own_replica():
-            return self._contribution(*args)
+        with self._pipeline.on_own_replica() as trace:
+            found = self._contribution(*args)
+        if trace.has_unread_results:
+            confirm_reached(self.core, self._pipeline, *args)
+        return found
