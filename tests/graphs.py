@@ -19,6 +19,21 @@ def ancestors(operation: tf.Operation) -> set[tf.Operation]:
     return found
 
 
+def needed_types(graph: tf.Graph) -> list[str]:
+    """The types of the operations of all functions in a graph that their results need."""
+    found: list[str] = []
+    for function in graph.as_graph_def().library.function:
+        nodes = {node.name: node for node in function.node_def}
+        left, seen = [*function.ret.values(), *function.control_ret.values()], set()
+        while left:
+            name = left.pop().removeprefix("^").split(":")[0]
+            if name in nodes and name not in seen:
+                seen.add(name)
+                found.append(nodes[name].op)
+                left += nodes[name].input
+    return found
+
+
 def zeros_for_calls(function: tf.types.experimental.ConcreteFunction) -> list[str]:
     """Names of the zeros that are arguments of functions called anywhere in a function."""
     definition = function.graph.as_graph_def()

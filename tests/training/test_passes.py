@@ -103,6 +103,17 @@ def test_the_forward_pass_keeps_no_weights_and_nothing_that_is_cheap_to_compute(
     assert CompiledPasses(perceptron, ARGUMENTS[perceptron], recompute=True).kept == []
 
 
+@pytest.mark.parametrize("watched", [[2], [0, 3], []])
+def test_only_watched_arguments_have_gradients(watched):
+    arguments, function = ARGUMENTS[perceptron], tf.function(perceptron, autograph=False)
+    compiled = CompiledPasses(perceptron, arguments, recompute=False, watched=watched)
+    passes = TapedPasses(lambda tensors: function(*tensors), recompute=False, watched=watched)
+    of_all = ran(taped(perceptron), arguments)[1]
+    for found in (ran(compiled, arguments)[1], ran(passes, arguments)[1]):
+        for gradient, place in zip(found, watched, strict=True):
+            np.testing.assert_allclose(gradient, of_all[place], rtol=1e-4, atol=1e-5)
+
+
 def test_programs_of_one_shape_serve_other_values():
     compiled = CompiledPasses(perceptron, ARGUMENTS[perceptron], recompute=False)
     doubled = [2 * each for each in ARGUMENTS[perceptron]]

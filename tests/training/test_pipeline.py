@@ -6,7 +6,7 @@ import functools
 import types
 
 import tfpar
-from tests.graphs import ancestors, sums_of_devices, zeros_for_calls
+from tests.graphs import ancestors, needed_types, sums_of_devices, zeros_for_calls
 from tests.integration.scripts import divided, divided_models
 from tests.integration.scripts.divided_models import dense
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
@@ -21,7 +21,7 @@ from tfpar.parallel.split import whole_elements
 from tfpar.parallel.topology import Topology
 from tfpar.training.pipeline.graph import beginnings_of, run_steps, steps_of
 from tfpar.training.pipeline.placing import PipelinePlacing
-from tfpar.training.pipeline.stage_program import stages_of
+from tfpar.training.pipeline.stage_program import learning_tensors, stages_of
 from tfpar.training.pipeline.step import PipelineCore
 
 import keras
@@ -121,6 +121,38 @@ def test_stages_without_anything_to_train():
     """Nothing before them learns, so they have no backward pass."""
     options = {"trainable": "/(fourth|last)/", "accumulate_steps": 2, "steps": 6}
     assert_as_alone(divided.here("mirrored", "pipeline:2", **options), "dense", **options)
+
+
+@pytest.mark.parametrize(("jit_compile", "forward"), [("false", 10), ("true", 5)])
+def test_stages_compute_no_gradients_of_frozen_weights_and_of_inputs(monkeypatch, jit_compile, forward):
+    """There are five products of layers, in two versions without XLA."""
+
+    def products(trainable: str) -> int:
+        found = []
+
+        def recorded(core, total, sums):
+            found.extend(needed_types(tf.compat.v1.get_default_graph()))
+            raise TracedError
+
+        monkeypatch.setattr(PipelineCore, "added", recorded)
+        options = {"steps": 1, "accumulate_steps": 2, "jit_compile": jit_compile, "weight_decay_exclude": ""}
+        with pytest.raises(TracedError):
+            divided.here("mirrored", "pipeline:2", trainable=trainable, **options)
+        return found.count("MatMul")
+
+    assert products("all") == forward + 4 + 5
+    assert products("bias") == forward + 4
+
+
+def test_tensors_of_frozen_stages_have_no_gradients():
+    """Their workers need not send them."""
+    model = dense()
+    graph = keras_calls.graph_of(model)
+    steps = steps_of(graph)
+    stages = stages_of(graph, steps, cut_at("second,third,fourth", beginnings_of(steps), 4), 4)
+    for layer in model.layers:
+        layer.trainable = layer.name in ("second", "last")
+    assert learning_tensors(model, stages) == {each for stage in stages[1:] for each in stage.made}
 
 
 class Penalised(keras.Model):

@@ -25,6 +25,7 @@ from tfpar.training.model.random_ops import on_model_axis
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record as tapes
 
 Tensors = list[tf.Tensor]
 
@@ -203,6 +204,11 @@ def watch(tensor: tf.Tensor) -> tf.Tensor:
     if _records.open and (tape := _records.open[-1].tape) is not None:
         tape.watch(tensor)
     return tensor
+
+
+def is_watched(tensor: tf.Tensor) -> bool:
+    """Whether an open tape would compute the gradient of a tensor, or of what it was computed from."""
+    return bool(tapes.should_record_backprop([tensor]))
 
 
 def check_agreement(

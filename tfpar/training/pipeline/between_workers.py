@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tfpar.collectives.group import allocate_instance_keys
 from tfpar.collectives.tensorflow import Channel, new_group
@@ -165,6 +165,7 @@ class Messages:
     Args:
       worker: This worker.
       crossings: From `crossings_of`.
+      learning: Identities of the tensors whose gradients are sent back.
       device: The device of this worker through which all messages pass.
       schedule: As of `turns`.
       chunks: Number of chunks on this worker.
@@ -184,6 +185,7 @@ class Messages:
         self,
         worker: PipelineWorker,
         crossings: Sequence[Crossing],
+        learning: Collection[int],
         device: str,
         schedule: str,
         chunks: int,
@@ -194,7 +196,7 @@ class Messages:
         self.specs: Mapping[int, Spec] = {}
         self.draws: Sequence[Mapping[int, int]] = ()
         self.worker, self.device, self.chunks, self._schedule, self._axis = worker, device, chunks, schedule, axis
-        self._crossings = list(crossings)
+        self._crossings, self._learning = list(crossings), learning
         self._first_key = next(_traces) * _KEYS_OF_TRACE
         first_other = next(_traces) * _KEYS_OF_TRACE
         self._other_keys = [itertools.count(first_other) for _ in range(worker.peers.size)]
@@ -265,7 +267,8 @@ class Messages:
         return self._passes[turn]
 
     def receive(self, each: int, stage: Stage) -> tf.Tensor:
-        """A tensor of the graph from another worker, for a stage, with its mask; a leaf of an open tape."""
+        """A tensor of the graph from another worker, for a stage, with its mask; a leaf of an open tape, if the tensor
+        depends on something that learns."""
         number, crossing = next(
             (number, one)
             for number, one in enumerate(self._crossings)
@@ -276,7 +279,7 @@ class Messages:
         if spec.mask is not None:
             mask = self._receive(crossing.source, number, spec.mask, stage, is_mask=True)
             value = keras_internals.set_mask(value, mask)
-        if spec.tensor.dtype.is_floating:
+        if spec.tensor.dtype.is_floating and each in self._learning:
             self._of_micro_batch().received.append((number, crossing, watch(value), stage))
         return value
 
@@ -290,7 +293,7 @@ class Messages:
             self._send_value(crossing.target, number, value, stage)
             if mask is not None:
                 self._send(crossing.target, number, mask, is_mask=True)
-            if value.dtype.is_floating:
+            if value.dtype.is_floating and crossing.tensor in self._learning:
                 self._of_micro_batch().sent.append((number, crossing, value, stage))
 
     def received_tensors(self) -> list[tf.Tensor]:

@@ -41,7 +41,7 @@ class Passes(Protocol):
         """Returns the results of the stage, and what the backward pass needs beside its arguments."""
 
     def backward(self, tensors: Sequence[tf.Tensor], kept: Any, upstream: Sequence[tf.Tensor]) -> Gradients:
-        """Returns the gradients of the floating-point arguments.
+        """Returns the gradients of the watched arguments.
 
         Args:
           tensors: The arguments of the forward pass.
@@ -56,10 +56,17 @@ class TapedPasses:
     Args:
       body: The stage, `(tensors) -> results`.
       recompute: Whether the backward pass calls the stage again.
+      watched: The places of the arguments that have gradients; None: all floating-point ones.
     """
 
-    def __init__(self, body: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]], *, recompute: bool) -> None:
-        self._body, self._recompute = body, recompute
+    def __init__(
+        self,
+        body: Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]],
+        *,
+        recompute: bool,
+        watched: Sequence[int] | None = None,
+    ) -> None:
+        self._body, self._recompute, self._watched = body, recompute, watched
 
     def forward(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
         """See `Passes`."""
@@ -72,11 +79,11 @@ class TapedPasses:
             with tf.control_dependencies(upstream):
                 _, kept = self._taped(tensors)
         tape, results = kept
-        return list(tape.gradient(_floats(results), _floats(tensors), list(upstream)))
+        return list(tape.gradient(_floats(results), _at(self._watched, tensors), list(upstream)))
 
     def _taped(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(_floats(tensors))
+            tape.watch(_at(self._watched, tensors))
             results = list(self._body(tensors))
         return results, (tape, results)
 
@@ -88,6 +95,7 @@ class CompiledPasses:
       body: The stage, `(*tensors) -> results`. It must read nothing but its arguments.
       tensors: Arguments like those of later calls.
       recompute: Whether the backward pass computes everything again.
+      watched: The places of the arguments that have gradients; None: all floating-point ones.
 
     Attributes:
       kept: The symbolic tensors that the forward pass returns for the backward pass: none if that computes everything
@@ -97,8 +105,10 @@ class CompiledPasses:
         beside its results, such as printing, and could not compute stateful random numbers again because of a loop.
     """
 
-    def __init__(self, body: Body, tensors: Sequence[tf.Tensor], *, recompute: bool) -> None:
-        graph = _JointGraph(body, tensors)
+    def __init__(
+        self, body: Body, tensors: Sequence[tf.Tensor], *, recompute: bool, watched: Sequence[int] | None = None
+    ) -> None:
+        graph = _JointGraph(body, tensors, watched)
         self.captured = graph.captured
         self.kept = [] if recompute else graph.to_keep()
         loops = any(tensor.dtype == tf.variant for tensor in self.kept)
@@ -129,17 +139,18 @@ class _JointGraph:
     Args:
       body: The stage.
       tensors: Its arguments.
+      watched: As of `CompiledPasses`.
 
     Attributes:
       inputs: The symbolic arguments.
       results: The symbolic results.
       upstream: Stand-ins for the gradients of the floating-point results.
-      gradients: The symbolic gradients of the floating-point arguments; None without one.
+      gradients: The symbolic gradients of the watched arguments; None without one.
       captured: Tensors that the stage reads beside its arguments.
       constants: The symbolic tensors that stand for them.
     """
 
-    def __init__(self, body: Body, tensors: Sequence[tf.Tensor]) -> None:
+    def __init__(self, body: Body, tensors: Sequence[tf.Tensor], watched: Sequence[int] | None) -> None:
         self.inputs: list[tf.Tensor] = []
         self.results: list[tf.Tensor] = []
         self.upstream: list[tf.Tensor] = []
@@ -148,14 +159,14 @@ class _JointGraph:
 
         def joint(*given: tf.Tensor) -> None:
             self.inputs = list(given)
-            floats = _floats(given)
+            sources = _at(watched, given)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(floats)
+                tape.watch(sources)
                 self.results = list(body(*given))
             self._forward = {each.name for each in tf.compat.v1.get_default_graph().get_operations()}
             made = _floats(self.results)
             self.upstream = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in made]
-            found = tape.gradient(made, floats, self.upstream)
+            found = tape.gradient(made, sources, self.upstream)
             self.gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -268,6 +279,10 @@ class _JointGraph:
                 own.input[:] = [each for each in node.input if not each.startswith("^")]
                 own.attr.pop("_class", None)  # colocations, also with operations of other parts
         return part
+
+
+def _at(places: Sequence[int] | None, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return _floats(tensors) if places is None else [tensors[place] for place in places]
 
 
 def _floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:

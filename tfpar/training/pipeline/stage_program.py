@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -70,6 +71,18 @@ def stages_of(graph: Any, steps: Sequence[GraphStep], cuts: Sequence[int], place
     return stages
 
 
+def learning_tensors(model: keras.Model, stages: Sequence[Stage]) -> set[int]:
+    """The identities of the tensors of the graph that depend on trainable variables, as far as stages can tell."""
+    trainable = {id(variable) for variable in model.trainable_variables}
+    known = {id(variable) for stage in stages for variable in stage.variables}
+    found: set[int] = set()
+    for stage in stages:
+        own = not trainable.isdisjoint(map(id, stage.variables)) or not trainable <= known
+        if own or not found.isdisjoint(stage.given):
+            found.update(stage.made)
+    return found
+
+
 def way_out(option: str) -> str:
     """What to do if stages, which an option asks for, cannot be had."""
     return "Use --mesh=data:... alone." if option == "--mesh" else "Leave it out."
@@ -112,13 +125,12 @@ class StageProgram:
         self._shares, self._compiles = shares, compiles and shares
         self._checked = not shares
         self._compiled: dict[tuple[Any, ...], CompiledPasses] = {}
-        self._function = tf.function(
-            self._body,
-            autograph=False,
-            jit_compile=True if compiles else None,
+        self._functions: dict[tuple[int, ...], Any] = {}
+        self._options = {
+            "jit_compile": True if compiles else None,
             # Otherwise TensorFlow would place the operations again for every call, which takes seconds each time.
-            experimental_attributes=None if compiles else {"_noinline": True},
-        )
+            "experimental_attributes": None if compiles else {"_noinline": True},
+        }
 
     def arguments(self, given: Sequence[Any], scope: keras.StatelessScope) -> list[tf.Tensor]:
         """The arguments of a call: tensors with their masks, values of variables, weights of examples.
@@ -139,27 +151,37 @@ class StageProgram:
             *([] if weights is None else [weights]),
         ]
 
-    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The values of `stage.made` with their masks, the updates and the losses."""
+    def __call__(self, tensors: Sequence[tf.Tensor], watched: Sequence[int] = ()) -> list[tf.Tensor]:
+        """The values of `stage.made` with their masks, the updates and the losses.
+
+        Args:
+          tensors: From `arguments`.
+          watched: The places of those that have gradients. The gradient of a function would compute those of all.
+        """
+        if not self._shares:
+            return self._body(*tensors)
+        function = self._function_of(tuple(watched))
         if not self._checked:
             self._checked = True
-            self._check_captures(tensors)
-        return list(self._function(*tensors)) if self._shares else self._body(*tensors)
+            self._check_captured(function.get_concrete_function(*tensors).captured_inputs)
+        return list(function(*tensors))
 
-    def passes(self, tensors: Sequence[tf.Tensor], *, recompute: bool) -> Passes:
+    def passes(self, tensors: Sequence[tf.Tensor], watched: Sequence[int], *, recompute: bool) -> Passes:
         """The forward and the backward pass.
 
         Args:
           tensors: From `arguments`.
+          watched: The places of those that have gradients.
           recompute: Whether the backward pass computes the stage again.
         """
         self._recomputes = recompute
-        taped = TapedPasses(self, recompute=recompute)
+        how: dict[str, Any] = {"recompute": recompute, "watched": watched}
+        taped = TapedPasses(functools.partial(self, watched=watched), **how)
         if not self._compiles:
             return taped
-        key = (recompute, *((str(tensor.shape), tensor.dtype) for tensor in tensors))
+        key = (recompute, tuple(watched), *((str(tensor.shape), tensor.dtype) for tensor in tensors))
         if key not in self._compiled:
-            self._compiled[key] = CompiledPasses(self._body, tensors, recompute=recompute)
+            self._compiled[key] = CompiledPasses(self._body, tensors, **how)
             self._check_captured(self._compiled[key].captured)
         return self._compiled[key] if self._compiled[key].can_run else taped
 
@@ -194,6 +216,18 @@ class StageProgram:
 
         tf.function(discover, autograph=False).get_concrete_function()
         return [variable for key, variable in read.items() if key in scope.state_mapping]
+
+    def _function_of(self, watched: tuple[int, ...]) -> Any:
+        """The stage as a function, through which no gradients pass but those of some arguments."""
+
+        def run(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            passing = [place in watched or not each.dtype.is_floating for place, each in enumerate(tensors)]
+            pairs = zip(passing, tensors, strict=True)
+            return self._body(*(each if passes else tf.stop_gradient(each) for passes, each in pairs))
+
+        if watched not in self._functions:
+            self._functions[watched] = tf.function(run, autograph=False, **self._options)
+        return self._functions[watched]
 
     def _body(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         assert self._variables is not None
@@ -240,9 +274,6 @@ class StageProgram:
             stack.enter_context(scope)
             run_steps(self.stage.steps, values, self._operation_fn)
         return [values[each] for each in self.stage.made]
-
-    def _check_captures(self, tensors: Sequence[tf.Tensor]) -> None:
-        self._check_captured(self._function.get_concrete_function(*tensors).captured_inputs)
 
     def _check_captured(self, tensors: Iterable[tf.Tensor]) -> None:
         """Refuses a stage that reads tensors which are not its arguments.

@@ -22,11 +22,12 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.cuts import micro_batches_in_flight
 from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.parallel.pipeline.turns import BACKWARD, FORWARD
+from tfpar.training.model.call import is_watched
 from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of
 from tfpar.training.pipeline.graph import Values
 from tfpar.training.pipeline.replica_sums import ReplicaSums, is_synchronized, summing_nothing
 from tfpar.training.pipeline.specs import specs_of
-from tfpar.training.pipeline.stage_program import Stage, StageProgram, way_out
+from tfpar.training.pipeline.stage_program import Stage, StageProgram, learning_tensors, way_out
 
 import keras
 import tensorflow as tf
@@ -150,7 +151,8 @@ class Pipeline:
         if self.worker:
             chunks = len(self.stages) // (self.devices.places * self.worker.peers.size)
             options = self.devices.host, self.schedule, chunks, self.axis
-            trace.messages = Messages(self.worker, self._crossings, *options)
+            learning = learning_tensors(self._model, self.stages)
+            trace.messages = Messages(self.worker, self._crossings, learning, *options)
             trace.has_outputs = self.worker.is_last
         before, _current.trace = _current.trace, trace
         try:
@@ -264,9 +266,10 @@ class Pipeline:
         if trace.messages:
             limit = None  # they order the passes
         waits = [done[-limit]] if limit is not None and len(done) >= limit else []
-        learning = [place for place, tensor in enumerate(tensors) if tensor.dtype.is_floating]
+        # Not frozen weights, statistics, or tensors that depend on nothing else.
+        learning = [place for place, each in enumerate(tensors) if each.dtype.is_floating and is_watched(each)]
         every: list[tf.Tensor] = []
-        passes = program.passes(tensors, recompute=self._recompute)
+        passes = program.passes(tensors, learning, recompute=self._recompute)
         graph = tf.compat.v1.get_default_graph()
         in_turn = trace.messages is not None and trace.messages.chunks > 1
         received = {place for place, each in enumerate(program.stage.given) if self._is_received(each)}

@@ -250,14 +250,15 @@ class _StagePasses:
             parts = [[next(rest) for _ in part] for part in (inputs, weights, state)]
             return [_loss(self._model, *parts)]
 
-        compiled = CompiledPasses(body, tensors, recompute=False)
+        watched = range(len(inputs), len(inputs) + len(weights))
+        compiled = CompiledPasses(body, tensors, recompute=False, watched=watched)
         passes: Passes = compiled
         self.kept = None
         if compiled.can_run:
             self.kept = sum((each.shape.num_elements() or 0) * each.dtype.size for each in compiled.kept)
         else:
             program = tf.function(body, autograph=False, jit_compile=True)
-            passes = TapedPasses(lambda given: program(*given), recompute=False)
+            passes = TapedPasses(lambda given: program(*given), recompute=False, watched=watched)
         (loss,), kept = passes.forward(tensors)
         return loss, [each for each in passes.backward(tensors, kept, [tf.ones_like(loss)]) if each is not None]
 
