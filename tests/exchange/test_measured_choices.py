@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
+from tests.collectives.one_member import group_of_one
 from tfpar.collectives.cost_model import Link, Speed
 from tfpar.collectives.tensorflow import new_group, world_group
 from tfpar.exchange import spec as specs
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.per_device import per_device_reducer, places_of_part
 from tfpar.exchange.registry import TuningResult
-from tfpar.exchange.tuning import measure
+from tfpar.exchange.tuning import measure, rehearsal
 from tfpar.exchange.tuning.auto import _candidates
 from tfpar.exchange.tuning.forecast import forecast
 from tfpar.exchange.tuning.measure import Measured
@@ -97,3 +99,47 @@ def test_a_forecast_has_the_choices_of_auto(asked):
     assert chosen
     assert "auto" not in chosen
     assert found.cost(4).seconds > 0.0
+
+
+BUCKET = tf.TensorShape([1 << 11, 1 << 11])  # 16 MiB
+
+
+def predicted(monkeypatch, link, device="CPU:0"):
+    """The forecast of eight buckets, and how many of them were rehearsed, which took 0.4 s."""
+    rehearsed = []
+
+    def seconds_of(spec, shapes, *_):
+        rehearsed.append(len(shapes))
+        return 0.4
+
+    monkeypatch.setattr(measure, "measure", lambda *_: Measured(link, [Speed(1e9, 1e9)], [0.01], Speed(1e9, 1e9)))
+    monkeypatch.setattr(rehearsal, "seconds_of", seconds_of)
+    return forecast(specs.parse("int8"), [BUCKET] * 8, world_group(4, 0), device), rehearsed
+
+
+def test_a_rehearsal_with_some_buckets_corrects_a_forecast(monkeypatch):
+    """For the workers that rehearsed; others would share processors otherwise."""
+    link = Link(1e-4, 2e9, 1e-9, 1 << 20)
+    found, rehearsed = predicted(monkeypatch, link)
+    plain = dataclasses.replace(found, factor=1.0)
+    part = dataclasses.replace(plain, sent=plain.sent[: rehearsed[0]], speeds=plain.speeds[: rehearsed[0]])
+    assert 1 < rehearsed[0] < 8
+    assert part.cost(4).seconds >= 0.1
+    assert found.cost(4).seconds == pytest.approx(plain.cost(4).seconds * 0.4 / part.cost(4).seconds)
+    assert found.cost(16) == plain.cost(16)
+
+
+@pytest.mark.parametrize(("link", "device"), [(Link(1e-4, 1e7), "CPU:0"), (Link(1e-4, 2e9), "GPU:0")])
+def test_nothing_is_rehearsed_on_a_slow_link_or_a_gpu(monkeypatch, link, device):
+    """The link takes nearly all of the time; or the GPU has not begun when the call returns."""
+    found, rehearsed = predicted(monkeypatch, link, device)
+    assert not rehearsed
+    assert found.factor == 1.0
+
+
+@pytest.mark.parametrize("exchange", ["none", "int8:warmup_steps=9"])
+def test_a_rehearsal_is_timed(exchange):
+    began = time.perf_counter()
+    with group_of_one() as group:
+        seconds = rehearsal.seconds_of(specs.parse(exchange), SHAPES, group, "/device:CPU:0", None)
+    assert 0.0 < seconds < time.perf_counter() - began

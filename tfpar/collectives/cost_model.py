@@ -95,6 +95,11 @@ class Cost:
         overlapped = max(self.transfer, self.compute + self.handling)
         return self.latency + overlapped + (serial - overlapped) / self.pieces
 
+    def times(self, factor: float) -> Cost:
+        """The cost where everything takes so many times as long."""
+        latency, transfer, compute = (factor * each for each in (self.latency, self.transfer, self.compute))
+        return Cost(self.sent, latency, transfer, compute, factor * self.handling, self.pieces)
+
 
 NOTHING = Cost(0, 0.0, 0.0, 0.0)
 

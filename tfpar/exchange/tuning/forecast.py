@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from tfpar.collectives import cost_model
 from tfpar.collectives.cost_model import Cost, Link, Speed
@@ -12,10 +13,14 @@ from tfpar.exchange import fusion, registry
 from tfpar.exchange import spec as specs
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.exchange.registry import Spec
-from tfpar.exchange.tuning import measure
+from tfpar.exchange.tuning import measure, rehearsal
 from tfpar.exchange.tuning.measure import Measured
 
 import tensorflow as tf
+
+_ENOUGH = 0.1  # predicted seconds of a rehearsal
+_TOO_LONG = 0.5  # which is repeated
+_MOSTLY = 4.0  # times as much of one thing as of another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +47,24 @@ class Forecast:
       link: As measured.
       speeds: Speed of the codec of each bucket.
       copying: The speed of sums and copies of float32.
+      workers: Workers of the rehearsal.
+      factor: Its time over the predicted one; for other numbers of workers, which compete otherwise, it does not count.
     """
 
     sent: list[Sent]
     link: Link
     speeds: list[Speed]
     copying: Speed
+    workers: int = 0
+    factor: float = 1.0
 
     def costs(self, workers: int) -> list[Cost]:
         """The cost of each bucket, among so many workers."""
-        return [
+        costs = [
             bucket.spec.cost(bucket.elements, workers, self.link, speed)
             for bucket, speed in zip(self.sent, self.speeds, strict=True)
         ]
+        return [cost.times(self.factor) for cost in costs] if workers == self.workers else costs
 
     def cost(self, workers: int) -> Cost:
         """The cost of the whole exchange, of whose buckets several are under way at a time."""
@@ -62,7 +72,7 @@ class Forecast:
 
 
 def forecast(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device: str) -> Forecast:
-    """Measures, and predicts an exchange; takes about a second. All workers of the group call it together.
+    """Measures, and predicts an exchange; takes a second or two. All workers of the group call it together.
 
     Args:
       spec: The exchange.
@@ -70,7 +80,7 @@ def forecast(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device:
       group: All workers, two or more.
       device: Where the exchange runs.
     """
-    sent = buckets_of(spec, shapes)
+    sent, tuning = buckets_of(spec, shapes), None
     if spec.compresses:
         encoded = [bucket for bucket in sent if bucket.spec is spec]
         tuning = spec.algorithm.measured(spec, group, device)
@@ -81,7 +91,24 @@ def forecast(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device:
     measured: Measured = measure.measure(group, codecs, device)
     known = dict(zip(codecs, measured.speeds, strict=True))
     speeds = [known.get(bucket.spec.options.codec, measured.copying) for bucket in sent]
-    return Forecast(sent, measured.link, speeds, measured.copying)
+    found = Forecast(sent, measured.link, speeds, measured.copying)
+    return _rehearsed(found, spec, shapes, group, device, tuning)
+
+
+def _rehearsed(
+    found: Forecast, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device: str, tuning: Any
+) -> Forecast:
+    """The prediction, corrected by a rehearsal with the first buckets that take long enough to tell."""
+    costs = found.costs(group.size)
+    parts = [cost_model.together(costs[: count + 1]) for count in range(len(costs))]
+    count = next((count for count, part in enumerate(parts, 1) if part.seconds >= _ENOUGH), len(parts))
+    part = parts[count - 1]
+    by_link = part.transfer > _MOSTLY * (part.compute + part.handling)  # of which the model knows everything
+    if by_link or part.seconds > _TOO_LONG or "CPU" not in device.upper():
+        return found
+    indices = sorted(index for bucket in found.sent[:count] for index in bucket.indices)
+    took = rehearsal.seconds_of(spec, [shapes[index] for index in indices], group, device, tuning)
+    return dataclasses.replace(found, workers=group.size, factor=took / part.seconds)
 
 
 def buckets_of(spec: Spec, shapes: Sequence[tf.TensorShape]) -> list[Sent]:
