@@ -6,7 +6,7 @@ import functools
 import types
 
 import tfpar
-from tests.graphs import ancestors, needed_types, sums_of_devices, zeros_for_calls
+from tests.graphs import sums_of_devices
 from tests.integration.scripts import divided, divided_models
 from tests.integration.scripts.divided_models import dense
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
@@ -15,14 +15,13 @@ from tfpar.optim import keras_calls
 from tfpar.parallel import split
 from tfpar.parallel.division import Split
 from tfpar.parallel.held import Held, mark_held
-from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_flight
+from tfpar.parallel.pipeline.cuts import cut_at
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import whole_elements
 from tfpar.parallel.topology import Topology
 from tfpar.training.pipeline.graph import beginnings_of, run_steps, steps_of
 from tfpar.training.pipeline.placing import PipelinePlacing
-from tfpar.training.pipeline.stage_program import learning_tensors, stages_of
-from tfpar.training.pipeline.step import PipelineCore
+from tfpar.training.pipeline.stage_program import stages_of
 
 import keras
 import numpy as np
@@ -61,98 +60,6 @@ def test_thirty_steps_equal_one_device(model, devices, options):
 def test_stages_are_xla_programs(options):
     same = {"accumulate_steps": 2, "jit_compile": "true"}
     assert_as_alone(divided.here("mirrored", "pipeline:2", **same, **options), "dense", **same)
-
-
-def test_calls_of_stages_take_no_zeros():
-    """Within two tapes TensorFlow returns the weights of a stage too, and adds zeros of their size to gradients."""
-    trainer = divided.here("mirrored", "pipeline:2", model="language_model", steps=2, accumulate_steps=2)
-    ((_, step),) = trainer.program._steps
-    (function,) = step.run._list_all_concrete_functions()
-    assert zeros_for_calls(function) == []
-
-
-def test_a_later_pass_waits_until_the_gradients_before_it_are_added(monkeypatch):
-    """The last stage has one micro-batch at a time: the gradients of the third need the sums of the first two."""
-    added, found = PipelineCore.added, []
-
-    def recorded(core, total, sums):
-        result = added(core, total, sums)
-        found.append((sums.gradients[-2].op, result.gradients[-2].op))
-        return result
-
-    monkeypatch.setattr(PipelineCore, "added", recorded)
-    divided.here("mirrored", "pipeline:2", steps=1, accumulate_steps=4)
-    (_, first_sum), (second_gradient, _), *_ = found
-    assert first_sum in ancestors(second_gradient)
-
-
-class TracedError(Exception):
-    """Ends a trace that is not to be run."""
-
-
-def source_of(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor that identities hand on."""
-    while tensor.op.type in ("Identity", "IdentityN"):
-        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
-    return tensor
-
-
-def test_gradients_are_computed_and_added_where_their_weights_are(monkeypatch):
-    """Also that of the table, which is the head of the last stage, too."""
-    added, found = PipelineCore.added, {}
-
-    def recorded(core, total, sums):
-        result = added(core, total, sums)
-        for variable, gradient, own in zip(
-            core.model.trainable_variables, sums.gradients, result.gradients, strict=True
-        ):
-            devices = {each.device[-1] for each in (source_of(gradient), gradient, own)}
-            found[variable.path] = place_of(variable), devices
-        raise TracedError
-
-    monkeypatch.setattr(PipelineCore, "added", recorded)
-    with pytest.raises(TracedError):
-        divided.here("mirrored", "pipeline:3", model="language_model", steps=1, accumulate_steps=2)
-    assert {place for place, _ in found.values()} == {0, 1, 2}
-    assert found == {path: (place, {str(place)}) for path, (place, _) in found.items()}
-
-
-def test_stages_without_anything_to_train():
-    """Nothing before them learns, so they have no backward pass."""
-    options = {"trainable": "/(fourth|last)/", "accumulate_steps": 2, "steps": 6}
-    assert_as_alone(divided.here("mirrored", "pipeline:2", **options), "dense", **options)
-
-
-@pytest.mark.parametrize(("jit_compile", "forward"), [("false", 10), ("true", 5)])
-def test_stages_compute_no_gradients_of_frozen_weights_and_of_inputs(monkeypatch, jit_compile, forward):
-    """There are five products of layers, in two versions without XLA."""
-
-    def products(trainable: str) -> int:
-        found = []
-
-        def recorded(core, total, sums):
-            found.extend(needed_types(tf.compat.v1.get_default_graph()))
-            raise TracedError
-
-        monkeypatch.setattr(PipelineCore, "added", recorded)
-        options = {"steps": 1, "accumulate_steps": 2, "jit_compile": jit_compile, "weight_decay_exclude": ""}
-        with pytest.raises(TracedError):
-            divided.here("mirrored", "pipeline:2", trainable=trainable, **options)
-        return found.count("MatMul")
-
-    assert products("all") == forward + 4 + 5
-    assert products("bias") == forward + 4
-
-
-def test_tensors_of_frozen_stages_have_no_gradients():
-    """Their workers need not send them."""
-    model = dense()
-    graph = keras_calls.graph_of(model)
-    steps = steps_of(graph)
-    stages = stages_of(graph, steps, cut_at("second,third,fourth", beginnings_of(steps), 4), 4)
-    for layer in model.layers:
-        layer.trainable = layer.name in ("second", "last")
-    assert learning_tensors(model, stages) == {each for stage in stages[1:] for each in stage.made}
 
 
 class Penalised(keras.Model):
@@ -386,65 +293,6 @@ def test_each_call_of_a_model_has_tensors_of_its_own():
     values = {id(model.inputs[0]): given}
     run_steps(steps, values, lambda operation: operation)
     np.testing.assert_allclose(values[id(model.outputs[0])], model(given), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("costs", "crossing", "stages", "cuts"),
-    [
-        ([1, 1, 1, 1], [0, 5, 5, 5], 2, [2]),
-        ([10, 10, 10, 10], [0, 1, 9, 1], 2, [2]),  # balance comes first
-        ([10, 10, 1, 10, 10], [0, 5, 9, 1, 9], 2, [3]),  # about as even, and less crosses
-        ([1, 8, 1, 8, 1], [0, 1, 1, 1, 1], 3, [1, 3]),
-        ([0, 1, 1], [0, 1, 1], 3, None),  # a stage without any cost is none
-        ([1, 1, 1], [0, -1, 1], 3, None),
-    ],
-)
-def test_even_cuts(costs, crossing, stages, cuts):
-    assert cut_evenly(costs, crossing.__getitem__, stages) == cuts
-
-
-def test_cuts_by_weights():
-    """As in a language model with a table that is also its head: a stage that has it, has little else."""
-    costs, crossing = [1, 10, 10, 10, 10, 20], [0, 1, 1, 1, 1, 1]
-    table = {0: 40}
-    weights = [table, *({number: 10} for number in range(1, 5)), table]
-    assert cut_evenly(costs, crossing.__getitem__, 3) == [3, 5]
-    assert cut_evenly(costs, crossing.__getitem__, 3, weights) == [1, 5]
-    # Of cuts that leave the largest stage as large, the one of equal costs.
-    assert cut_evenly([1, 9, 5, 5], crossing.__getitem__, 2, [{0: 30}, {}, {}, {1: 30}]) == [2]
-
-
-class Counted(dict):
-    """Sizes of weights, which count how often they are read."""
-
-    reads = 0
-
-    def items(self):
-        Counted.reads += 1
-        return super().items()
-
-
-def test_cuts_of_many_layers_read_each_a_few_times():
-    """Not for each pair of layers, which takes seconds with some hundreds of them."""
-    layers, asked = 200, []
-
-    def crossing(step: int) -> int:
-        asked.append(step)
-        return 5
-
-    Counted.reads = 0
-    sizes = [Counted({step: 10, layers: 40}) if step in (0, layers - 1) else Counted({step: 10}) for step in range(200)]
-    assert cut_evenly([1] * layers, crossing, 4, sizes) == [49, 100, 151]
-    assert max(Counted.reads, len(asked)) <= 4 * layers
-
-
-def test_micro_batches_in_flight():
-    """As many as it takes to come back, with 1F1B; the last stage turns round at once."""
-    assert [micro_batches_in_flight(stage, 4, 4, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
-    assert [micro_batches_in_flight(stage, 4, 2, "1f1b") for stage in range(4)] == [3, 3, 2, 2]
-    assert [micro_batches_in_flight(stage, 4, 4, "eager_1f1b") for stage in range(4)] == [7, 5, 3, 1]
-    assert [micro_batches_in_flight(stage, 4, 2, "eager_1f1b") for stage in range(4)] == [5, 4, 3, 2]
-    assert micro_batches_in_flight(0, 4, 4, "gpipe") is None
 
 
 def test_weights_are_exchanged_together_with_those_of_the_same_holders():
