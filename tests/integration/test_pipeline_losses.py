@@ -72,7 +72,7 @@ def test_a_weight_of_another_worker_is_not_read():
 
 def test_a_second_call_of_a_micro_batch_is_refused():
     """The other workers make only one, so this one would wait forever."""
-    messages = Messages(WORKER, [], "CPU:0", "1f1b", 1)
+    messages = Messages(WORKER, [], [], "CPU:0", "1f1b", 1)
     for messages.micro_batch in range(2):
         messages.starts_call("--mesh")
     with pytest.raises(ConfigError, match="--mesh: the loss calls the model again"):
