@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.exchange.compressed import CompressedReducer
@@ -34,7 +35,7 @@ def seconds_of(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, devic
     """
     with tf.device(device):
         reducer = _reducer(spec, shapes, group, device, measured)
-        ready, total = allocate_instance_keys(2, group)
+        [ready] = allocate_instance_keys(1, group)
         given = [tf.random.stateless_normal(shape, [index, 0]) for index, shape in enumerate(shapes)]
 
         def exchange(gradients: list[tf.Tensor]) -> tf.Tensor:
@@ -51,9 +52,7 @@ def seconds_of(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, devic
 
         call = tf.function(exchange, autograph=False).get_concrete_function(given)
         seconds = [float(call(given)) for _ in range(_WARM_UP + _CALLS)][_WARM_UP:]
-        own = tf.constant([statistics.median(seconds)], tf.float32)
-        add = tf.function(lambda value: group.all_reduce(value, total), autograph=False).get_concrete_function(own)
-        return float(add(own)[0]) / group.size
+        return WorkerAgreement(group).mean(statistics.median(seconds))
 
 
 def _reducer(
